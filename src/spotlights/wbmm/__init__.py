@@ -1,0 +1,10 @@
+"""Windowed Batch Matrix Multiplication (arXiv 2607.02097, ICML 2026).
+
+A spatial operator for vision networks: a large receptive field at the price of regular memory access. The networks are
+in :mod:`spotlights.wbmm.models`, which needs the ``vision`` extra.
+"""
+
+from spotlights.wbmm.functional import wbmm2d
+from spotlights.wbmm.layers import WBMM2d
+
+__all__ = ["WBMM2d", "wbmm2d"]
