@@ -13,6 +13,7 @@ if [ ! -d "$cache/fashion-mnist" ]; then
         exit 0
     fi
     download=$(mktemp -d)
+    chmod 755 "$download"  # apt fetches as another user
     trap 'rm -rf "$download"' EXIT
     [ "$(id -u)" != 0 ] || apt-get -qq update
     (cd "$download" && apt-get -qq download dataset-fashion-mnist=0.0~git20200523.55506a9-1)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from spotlights.wbmm import wbmm2d
@@ -270,10 +271,13 @@ def test_vmap(backend, dims):
 def test_forward_mode():
     tensors = make((2, 3, 7, 9, (4, 4), None))[:3]
     tangents = make((2, 3, 7, 9, (4, 4), None), seed=1)[:3]
-    _, tangent = torch.func.jvp(wbmm2d, tensors, tangents)
     input, weight, _ = tensors
     expected = wbmm2d(tangents[0], weight) + wbmm2d(input, tangents[1], tangents[2])
+    _, tangent = torch.func.jvp(wbmm2d, tensors, tangents)
     torch.testing.assert_close(tangent, expected)
+    with forward_ad.dual_level():
+        output = wbmm2d(*(forward_ad.make_dual(*pair) for pair in zip(tensors, tangents, strict=True)))
+        torch.testing.assert_close(forward_ad.unpack_dual(output).tangent, expected)
 
 
 def test_per_sample_gradients():

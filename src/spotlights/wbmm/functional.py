@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from spotlights.wbmm.backends import BACKENDS, Call, functions_of, matmul
@@ -125,7 +126,7 @@ def apply(
     name = BACKENDS.select(Call(input.device, dtype, window, local_window), backend).name
     if (
         cache is not None
-        and not torch.compiler.is_compiling()
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and hasattr(functions_of(name), "prepare")
         and _cacheable(weight)
         and _cacheable(local_weight)
@@ -137,8 +138,8 @@ def apply(
     if autocast:
         weight = weight.to(dtype)
         local_weight = local_weight if local_weight is None else local_weight.to(dtype)
-    if torch._C._are_functorch_transforms_active():
-        # Operators registered with autograd do not nest in torch.func's transforms; plain operations do.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        # Registered operators do not nest in torch.func's transforms and lose forward-mode tangents; plain ones do not.
         return matmul.forward(input, weight, bias, shortcut, local_weight)
     return torch.ops.spotlights.wbmm2d(input, weight, bias, shortcut, local_weight, name)
 
