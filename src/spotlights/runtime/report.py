@@ -252,8 +252,10 @@ def new_figure(
     """Open a matplotlib figure in the pages' style, without pyplot; draw inside the ``with`` block.
 
     Args:
-        width, height: in inches; 6.8 fills a page's column.
-        rows, columns: of axes.
+        width: in inches; 6.8 fills a page's column.
+        height: in inches.
+        rows: of axes.
+        columns: of axes.
         **subplots: further arguments of ``Figure.subplots``.
 
     Yields:

@@ -102,7 +102,7 @@ def read_config(folder: str | Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: str | Path | None, prefix: str) -> Iterator[Path]:
-    """Yield an empty run folder, ``runs/PREFIX-TIME`` unless ``path`` names one, and remove it if left empty.
+    """Yield an empty run folder, ``runs/PREFIX-TIME`` unless ``path`` names one, and remove it if nothing came of it.
 
     Processes of a distributed run other than the first take the folder that the first one made.
 
@@ -127,6 +127,11 @@ def new_folder(path: str | Path | None, prefix: str) -> Iterator[Path]:
     os.environ[_SHARED_NAME] = str(folder)
     try:
         yield folder
+    except UserError:
+        # Settings alone are no run; the name is free again.
+        if [path.name for path in folder.iterdir()] == [CONFIG]:
+            (folder / CONFIG).unlink()
+        raise
     finally:
         os.environ.pop(_SHARED_NAME, None)
         with suppress(OSError):

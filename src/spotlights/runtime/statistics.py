@@ -45,7 +45,9 @@ def bootstrap_difference(
     Args:
         a: (N,) or (runs, N) bool, whether each test image was classified correctly.
         b: as ``a``, for the same N images in the same order; the number of runs may differ.
-        level, resamples, seed: as in `bootstrap_interval`.
+        level: as in `bootstrap_interval`.
+        resamples: as in `bootstrap_interval`.
+        seed: as in `bootstrap_interval`.
 
     Raises:
         ValueError: as `bootstrap_interval`, or the numbers of images differ.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import logging
 import math
 import random
@@ -28,17 +27,15 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from spotlights.runtime import weights
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.plots import plot_curves
 from spotlights.runtime.progress import EpochProgress
 from spotlights.runtime.runs import remove_temporaries, replacing, write
 
 CHECKPOINT = "last.ckpt"
-BEST = "best.safetensors"
-LAST = "last.safetensors"
 METRICS = "metrics.csv"
 CURVES = "curves.png"
-METADATA = "spotlights"
 
 
 @dataclass
@@ -63,7 +60,7 @@ class TrainingConfig:
 
 @dataclass
 class FitResult:
-    """How a training ended: the best and the last epoch (from 1), and what was measured in each."""
+    """How a training ended: the best and the last epoch (from 1), seconds spent in all its parts, and the metrics."""
 
     best_epoch: int
     last_epoch: int
@@ -154,7 +151,6 @@ def fit(
         raise TypeError(f"train_loader: got {type(train_loader).__name__}, expected EpochLoader")
     folder = Path(folder)
     checkpoint = folder / CHECKPOINT
-    started = time.perf_counter()
     averaging = _Averaging(config.ema_decay) if config.ema_decay else None
     recorder = _Recorder(folder, config, metadata, averaging, EpochProgress(config.epochs, enabled=progress))
     if resume:
@@ -179,15 +175,16 @@ def fit(
                     enable_model_summary=False,
                     num_sanity_val_steps=0,
                 )
-            except (ValueError, RuntimeError, TypeError, OSError) as error:
-                raise UserError(f"--precision/--devices: {_first_line(error)}") from error
+            # Lightning's own errors have no common base.
+            except Exception as error:
+                raise UserError(f"--accelerator/--devices/--strategy/--precision: {_first_line(error)}") from error
             again = str(checkpoint) if resume and checkpoint.exists() else None
             trainer.fit(module, train_loader, val_loader, ckpt_path=again, weights_only=True)
     return FitResult(
         best_epoch=recorder.best_epoch,
         last_epoch=recorder.epoch,
         stopped_early=recorder.epoch < config.epochs,
-        seconds=time.perf_counter() - started,
+        seconds=sum(row["seconds"] for row in recorder.rows),
         history=recorder.rows,
     )
 
@@ -235,8 +232,13 @@ class _Recorder(pl.Callback):
 
     @property
     def finished(self) -> bool:
-        impatient = self.config.patience > 0 and self.epoch - self.best_epoch >= self.config.patience
-        return self.epoch >= self.config.epochs or impatient
+        return self.epoch >= self.config.epochs or 0 < self.config.patience <= self._epochs_without_gain()
+
+    def _epochs_without_gain(self) -> int:
+        sign = -1 if self.config.minimise else 1
+        values = [sign * row[self.config.monitor] for row in self.rows if self.config.monitor in row]
+        # The first of equals counts here: a plateau ends a run although its last epoch is kept as the best.
+        return len(values) - 1 - values.index(max(values)) if values else 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "best_epoch": self.best_epoch, "random_states": self._random_states}
@@ -275,10 +277,10 @@ class _Recorder(pl.Callback):
         self._random_states = _gather(random_state())
         if trainer.is_global_zero:
             network = (self.averaging.module if self.averaging else pl_module).model
-            exported = _export(network, {**self.metadata, "epoch": epoch})
+            exported = weights.dump(network, {**self.metadata, "epoch": epoch})
             if is_best:
-                write(self.folder / BEST, exported)
-            write(self.folder / LAST, exported)
+                write(self.folder / weights.BEST, exported)
+            write(self.folder / weights.LAST, exported)
         self._save_checkpoint(trainer)
         if trainer.is_global_zero:
             write(self.folder / METRICS, _csv(self.rows))
@@ -320,31 +322,6 @@ def _gather(state: Any) -> list[Any]:
     states: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, state)
     return states
-
-
-def _export(network: torch.nn.Module, metadata: Mapping[str, Any]) -> bytes:
-    from safetensors.torch import save
-
-    tensors = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
-    return save(tensors, {METADATA: json.dumps(metadata, ensure_ascii=False)})
-
-
-def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the metadata of a file that a training exported.
-
-    Raises:
-        UserError: the file is missing, damaged, or has no metadata of this program.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {})[METADATA])
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 (not a mapping)
-    except KeyError as error:
-        raise UserError(f"{path}: not weights that a training of this program wrote (no metadata)") from error
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path}: cannot read the weights: {_first_line(error)}") from error
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, float]]:

@@ -37,7 +37,10 @@ _FREE_ON_RESUME = {"workers", "accelerator", "devices", "strategy"}
 # Field of ClassificationConfig -> type and help; "%s" becomes the default.
 _TRAIN_OPTIONS: dict[str, tuple[type, str]] = {
     "model": (str, "network: wbmm_atto (for 28 to 64 pixels), wbmm_pico, ..., or any name of timm (default %s)"),
-    "image_size": (int, "side of the images in pixels (default: that of small images of one size, else the network's)"),
+    "image_size": (
+        int,
+        "side of the images in pixels (default: that of small images of one size, else the network's, at least 64)",
+    ),
     "epochs": (int, "passes over the training images (default %s)"),
     "batch_size": (int, "images per step and device (default %s)"),
     "lr": (float, "peak learning rate of AdamW, cosine schedule (default %s)"),
@@ -223,7 +226,8 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     with needs_vision():
         from spotlights.runtime.runs import is_rank_zero
-        from spotlights.wbmm.recipes.classification import load_config, train
+        from spotlights.wbmm.recipes.classification import train
+        from spotlights.wbmm.recipes.config import load_config
 
         if run is None:
             config = ClassificationConfig(**given)
@@ -231,7 +235,11 @@ def _train(arguments: argparse.Namespace) -> int:
             config = load_config(run)
             for name, value in given.items():
                 setattr(config, name, value)
-        summary = train(config, resume=run is not None, progress=not getattr(arguments, "quiet", False))
+        try:
+            summary = train(config, resume=run is not None, progress=not getattr(arguments, "quiet", False))
+        except KeyboardInterrupt:
+            print("stopped; go on by: spotlights wbmm train --resume RUN", file=sys.stderr)
+            raise
         if is_rank_zero():
             _print_summary(summary)
     return 0
@@ -252,7 +260,8 @@ def _parse_model_args(texts: list[str]) -> dict[str, Any]:
 
 def _print_summary(summary: RunSummary) -> None:
     early = ", stopped early" if summary.stopped_early else ""
-    lines = {"epochs": f"{summary.epochs}{early}, best {summary.best_epoch}", "time": f"{summary.seconds:.1f} s"}
+    lines = {"epochs": f"{summary.epochs}{early}, best {summary.best_epoch}"}
+    lines["training time"] = f"{summary.seconds:.1f} s"
     if summary.val_accuracy is not None:
         lines["validation accuracy"] = f"{100 * summary.val_accuracy:.2f} % of {summary.val_images:,} images"
     if summary.test_accuracy is not None:
@@ -291,8 +300,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _evaluation_data(arguments: argparse.Namespace, trained: TrainedModel) -> ImageData:
-    from spotlights.wbmm.recipes.classification import load_config, load_run_data
-    from spotlights.wbmm.recipes.data import load_data
+    from spotlights.wbmm.recipes.config import load_config
+    from spotlights.wbmm.recipes.data import load_data, load_run_data
 
     size = trained.image_size
     if arguments.data is not None or arguments.dataset is not None:
@@ -361,8 +370,8 @@ def _print_predictions(results: list[dict[str, Any]]) -> None:
     for result in results:
         for rank, guess in enumerate(result.get("predictions", [])):
             first = result["image"] if rank == 0 else ""
-            table.add_row(first, guess["class"], f"{100 * guess['probability']:.2f} %")
-        table.add_section()
+            end = rank > 0 and rank == len(result["predictions"]) - 1
+            table.add_row(first, guess["class"], f"{100 * guess['probability']:.2f} %", end_section=end)
     if table.row_count:
         Console(highlight=False, markup=False).print(table)
 

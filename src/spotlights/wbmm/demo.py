@@ -19,9 +19,9 @@ from spotlights.runtime.bench import Timing, control_kernel, interleave, machine
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.runs import CONFIG, write_json
 from spotlights.runtime.training import read_metrics
-from spotlights.wbmm.recipes.classification import SUMMARY, load_config, load_run_data, train
-from spotlights.wbmm.recipes.config import ClassificationConfig, DemoConfig
-from spotlights.wbmm.recipes.data import TensorImages
+from spotlights.wbmm.recipes.classification import SUMMARY, train
+from spotlights.wbmm.recipes.config import ClassificationConfig, DemoConfig, load_config
+from spotlights.wbmm.recipes.data import TensorImages, load_run_data
 from spotlights.wbmm.recipes.inference import Evaluation, TrainedModel, evaluate, load_run, normalise
 
 REPORT = "report.html"

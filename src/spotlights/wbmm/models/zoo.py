@@ -43,7 +43,7 @@ def _cfg(filename: str | None = None, **kwargs: Any) -> dict[str, Any]:
         "classifier": "head.fc",
         "license": "apache-2.0",
         "paper_ids": "arXiv:2607.02097",
-        "paper_name": "Windowed Batch Matrix Multiplication for Efficient Large Receptive Field Convolution",
+        "paper_name": "WBMM: Windowed Batch Matrix Multiplication for Efficient Large Receptive Field Convolution",
         "origin_url": "https://github.com/wansong-s/WBMM",
         **kwargs,
     }

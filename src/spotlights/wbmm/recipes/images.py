@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 from spotlights.runtime.errors import UserError
 
 EXTENSIONS = frozenset(
-    (".jpg", ".jpeg", ".jfif", ".png", ".apng", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
-    + (".pnm", ".avif", ".jp2")
+    {".jpg", ".jpeg", ".jfif", ".png", ".apng", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+    | {".pnm", ".avif", ".jp2"}
 )
 _GREY = {"1", "L", "LA", "La", "I", "F"}
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from spotlights.runtime import weights
 from spotlights.runtime.errors import UserError
-from spotlights.runtime.training import BEST, LAST, load_weights
 from spotlights.wbmm.recipes.augment import evaluation_transform
 from spotlights.wbmm.recipes.data import ImageData, ImageSet, make_loader
 from spotlights.wbmm.recipes.images import read_image
@@ -66,13 +66,13 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> Trained
     """
     path = Path(path)
     if path.is_dir():
-        found = next((path / name for name in (BEST, LAST) if (path / name).is_file()), None)
+        found = next((path / name for name in (weights.BEST, weights.LAST) if (path / name).is_file()), None)
         if found is None:
-            raise UserError(f"{path}: no trained weights in this folder (no {BEST}); train first, or wait for an epoch")
+            raise UserError(f"{path}: no {weights.BEST} in this folder; a training writes it after an epoch")
         path = found
     elif not path.is_file():
         raise UserError(f"{path}: no such run folder or weights file")
-    tensors, info = load_weights(path)
+    tensors, info = weights.load(path)
     try:
         class_names, channels = [str(name) for name in info["class_names"]], int(info["channels"])
         size, mean, std = int(info["image_size"]), tuple(info["mean"]), tuple(info["std"])

@@ -73,7 +73,7 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], path: str 
         if title:
             axes.set_title(title, fontsize=10)
         with replacing(path) as temporary:
-            figure.savefig(temporary, format="png")
+            figure.savefig(temporary, format="png", bbox_inches="tight", pad_inches=0.1)
 
 
 def _printable(class_names: Sequence[str]) -> tuple[list[str], list[str]]:
