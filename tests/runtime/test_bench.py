@@ -18,8 +18,8 @@ def test_measures_known_durations():
     timings = interleave({"short": lambda: time.sleep(0.006), "long": lambda: time.sleep(0.018)}, rounds=5)
     assert list(timings) == ["short", "long"]
     assert len(timings["short"].seconds) == len(timings["long"].seconds) == 5
-    assert 0.006 <= timings["short"].minimum < 0.009
-    assert 0.018 <= timings["long"].minimum < 0.021
+    assert 0.006 <= timings["short"].minimum < 0.012
+    assert 0.018 <= timings["long"].minimum < 0.036
     assert timings["short"].calls == 1
     assert timings["short"].discarded == 0
 
@@ -28,7 +28,7 @@ def test_fast_functions_are_repeated_within_a_sample():
     matrix = torch.ones(8, 8)
     timing = interleave({"tiny": lambda: matrix + 1}, rounds=3, min_seconds=0.005)["tiny"]
     assert timing.calls > 50
-    assert timing.calls * max(timing.seconds) >= 0.004
+    assert timing.calls * max(timing.seconds) >= 0.0025
     assert timing.minimum < 1e-3  # per call, not per sample
 
 
@@ -56,7 +56,7 @@ def test_disturbed_rounds_are_discarded_and_repeated():
     def control() -> None:
         nonlocal calls, disturbed
         calls += 1
-        disturbed = calls in (5, 6, 9, 10)  # warm-up and calibration take 2, then each round 2
+        disturbed = calls in (6, 7, 10, 11)  # calibration takes 3, then each round 2
         time.sleep(0.06 if disturbed else 0.02)
 
     timing = interleave({"work": lambda: time.sleep(0.05 if disturbed else 0.006)}, rounds=4, control=control)["work"]
@@ -66,7 +66,7 @@ def test_disturbed_rounds_are_discarded_and_repeated():
 
 
 def test_gives_up_on_a_machine_that_never_calms_down():
-    pauses = iter([0.008] * 4 + [0.04] * 100)  # two for calibration, then one calm round
+    pauses = iter([0.008] * 5 + [0.04] * 100)  # three for calibration, then one calm round
     timing = interleave(
         {"work": lambda: time.sleep(0.006)}, rounds=3, control=lambda: time.sleep(next(pauses)), seed=1
     )["work"]

@@ -186,7 +186,8 @@ def _cuda_sample(function: Callable[[], object], calls: int, device: torch.devic
 def _calibrate(sample: _Sample, function: Callable[[], object], min_seconds: float, device: torch.device) -> int:
     calls = 1
     sample(function, calls, device)  # the first call may pay for caches
-    while (seconds := sample(function, calls, device)) < min_seconds:
+    # The faster of two: one sample that the machine disturbed would make all later ones too short.
+    while (seconds := min(sample(function, calls, device) for _ in range(2))) < min_seconds:
         # At most tenfold, as a first short sample is a poor guide; 1.2 leaves room so that samples stay long enough.
         calls = min(10 * calls, math.ceil(1.2 * calls * min_seconds / max(seconds, 1e-9)))
     return calls

@@ -80,6 +80,17 @@ def add_commands(verbs: Any) -> None:
     _add_demo(verbs)
 
 
+def backend_states() -> Iterator[tuple[str, str]]:
+    """Yield each backend with "can run", or the reason why it cannot, for float32 on the CPU."""
+    import torch
+
+    from spotlights.wbmm.backends import BACKENDS, Call
+
+    call = Call(torch.device("cpu"), torch.float32, (7, 7), None)
+    for backend in BACKENDS:
+        yield backend.name, backend.why_not(call) or f"can run: {backend.summary}"
+
+
 def _add_train(verbs: Any) -> None:
     parser = verbs.add_parser(
         "train",
@@ -238,7 +249,7 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             summary = train(config, resume=run is not None, progress=not getattr(arguments, "quiet", False))
         except KeyboardInterrupt:
-            print("stopped; go on by: spotlights wbmm train --resume RUN", file=sys.stderr)
+            print(f"stopped; go on by: spotlights wbmm train --resume {config.out or 'RUN'}", file=sys.stderr)
             raise
         if is_rank_zero():
             _print_summary(summary)

@@ -7,22 +7,11 @@ bias)``, where work on the weight alone can be kept between calls.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
-
-import torch
 
 from spotlights.runtime.backends import Backend, Backends
 from spotlights.wbmm import reference
-from spotlights.wbmm.backends import matmul
-
-
-class Call(NamedTuple):
-    """What a backend needs to know of a call to decide whether it can run it."""
-
-    device: torch.device
-    dtype: torch.dtype
-    window: tuple[int, int]
-    local_window: tuple[int, int] | None
+from spotlights.wbmm.backends import cpu, matmul
+from spotlights.wbmm.backends.call import Call
 
 
 def _always(call: Call) -> str | None:
@@ -32,6 +21,7 @@ def _always(call: Call) -> str | None:
 BACKENDS: Backends[Call] = Backends(
     "wbmm2d",
     [
+        Backend("cpu", "compiled kernels, channels-last; float32 on the CPU", cpu.why_not, cpu),
         Backend("matmul", "one batched matrix product, as in the paper; any device", _always, matmul),
         Backend("reference", "the definition: a depthwise conv2d per window; any device", _always, reference),
     ],

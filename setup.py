@@ -1,0 +1,47 @@
+"""Builds the CPU library without torch or Python headers, so that one wheel serves every Python and torch."""
+
+import os
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SUFFIX = ".dll" if os.name == "nt" else ".so"
+EXPORTS = [
+    "spotlights_best_level",
+    "spotlights_serial_for",
+    "spotlights_wbmm_forward_f32",
+    "spotlights_wbmm_pack_f32",
+    "spotlights_wbmm_packed_size",
+    "spotlights_wbmm_weight_gradient_f32",
+]
+
+
+class BuildLibrary(build_ext):
+    """The library is loaded by ctypes: no Python in its name, no module function in its exports."""
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + SUFFIX
+
+    def get_export_symbols(self, ext):
+        return ext.export_symbols
+
+
+class UniversalWheel(bdist_wheel):
+    """Any Python 3, this platform."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+library = Extension(
+    "spotlights.lib.libspotlights",
+    sources=["csrc/wbmm.cpp"],
+    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc"],
+    language="c++",
+    extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O3", "-std=c++17", "-Wno-psabi", "-g0"],
+    export_symbols=EXPORTS,
+    optional=True,  # without a compiler the package installs and computes with torch alone
+)
+
+setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary, "bdist_wheel": UniversalWheel})

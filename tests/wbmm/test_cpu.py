@@ -1,0 +1,149 @@
+"""The CPU library at every instruction set, on every number of threads, in forked processes."""
+
+import dataclasses
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from spotlights.runtime.native import LEVEL_VARIABLE, LEVELS, load
+from spotlights.wbmm import wbmm2d
+from spotlights.wbmm.backends import cpu
+
+pytestmark = pytest.mark.skipif(isinstance(cpu.LIBRARY, str), reason=str(cpu.LIBRARY))
+BEST = 0 if isinstance(cpu.LIBRARY, str) else int(cpu.LIBRARY.functions.spotlights_best_level())
+
+# batch, channels, height, width, window: whole and cut windows, full and narrow blocks of channels, every tile width
+SHAPES = [
+    (2, 32, 14, 21, (7, 7)),
+    (1, 20, 13, 20, (5, 9)),
+    (2, 5, 30, 17, (14, 14)),
+    (1, 16, 40, 33, (16, 16)),
+    (3, 33, 9, 50, (3, 20)),
+    (5, 16, 20, 13, (14, 14)),
+    (3, 17, 13, 5, (7, 7)),
+    (1, 48, 24, 23, (8, 8)),
+    (9, 8, 12, 12, (12, 12)),
+    (1, 1, 1, 1, (7, 7)),
+    (2, 3, 5, 70, (2, 33)),
+]
+
+
+@pytest.fixture(params=range(BEST + 1), ids=LEVELS[: BEST + 1])
+def level(request, monkeypatch):
+    monkeypatch.setattr(cpu, "LIBRARY", dataclasses.replace(cpu.LIBRARY, level=request.param))
+    return request.param
+
+
+@pytest.fixture
+def poison():
+    """Uninitialised memory is NaN, so that a value never written is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(shape):
+    batch, channels, height, width, (wh, ww) = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((batch, channels, height, width), (channels, 2 * wh - 1, 2 * ww - 1), (channels,))
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+def results(tensors, backend, shortcut):
+    """The output and every gradient."""
+    tensors = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+    output = wbmm2d(*tensors, shortcut=shortcut, backend=backend)
+    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output.detach(), *torch.autograd.grad(output, tensors, upstream)]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_reference(shape, channels_last, level, poison):
+    tensors = make(shape)
+    if channels_last:
+        tensors[0] = tensors[0].contiguous(memory_format=torch.channels_last)
+    for shortcut in (False, True):
+        expected = results([t.double() for t in tensors], "reference", shortcut)
+        for actual, value in zip(results(tensors, "cpu", shortcut), expected, strict=True):
+            assert (actual.double() - value).abs().max() / value.abs().max() < 3e-6
+
+
+def test_same_bits_for_any_number_of_threads(level):
+    threads = torch.get_num_threads()
+    try:
+        for shape in SHAPES:
+            torch.set_num_threads(1)
+            single = results(make(shape), "cpu", True)
+            torch.set_num_threads(3)
+            for a, b in zip(single, results(make(shape), "cpu", True), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_forked_process_gets_the_same_answer():
+    input, weight, bias = make((4, 64, 28, 28, (7, 7)))
+    input = input.contiguous(memory_format=torch.channels_last)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # The parent has used the thread pool, which a fork does not copy.
+        expected = wbmm2d(input, weight, bias, backend="cpu")
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        process = context.Process(target=_compute, args=(input, weight, bias, queue))
+        process.start()
+        answer = torch.from_numpy(queue.get(timeout=60))
+        process.join(60)
+    finally:
+        torch.set_num_threads(threads)
+    assert process.exitcode == 0
+    assert torch.equal(answer, expected)
+
+
+def _compute(input, weight, bias, queue):
+    queue.put(wbmm2d(input, weight, bias, backend="cpu").numpy())
+
+
+def _ask(value):
+    code = (
+        "from spotlights.runtime.native import load, LEVELS; library = load();"
+        "print(library if isinstance(library, str) else LEVELS[library.level])"
+    )
+    environment = {**os.environ, LEVEL_VARIABLE: value}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def test_level_is_forced_by_the_environment():
+    assert _ask("baseline") == "baseline"
+    assert _ask(LEVELS[BEST]) == LEVELS[BEST]
+    assert _ask("sse9") == f"{LEVEL_VARIABLE}: got 'sse9', expected one of baseline, avx2, avx512"
+
+
+def test_falls_back_without_the_library(monkeypatch):
+    monkeypatch.setattr(cpu, "LIBRARY", "not built")
+    input, weight, _ = make((1, 4, 9, 9, (4, 4)))
+    torch.testing.assert_close(wbmm2d(input, weight), wbmm2d(input, weight, backend="reference"), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="backend='cpu' cannot run this call: not built"):
+        wbmm2d(input, weight, backend="cpu")
+
+
+def test_slices_and_broadcasts_are_read_in_place():
+    base = torch.randn(2, 40, 9, 20).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(24, 7, 7)
+    for input in (base[:, 8:32], base[:, :24, ::2, 1:], base[:1, :24].expand(3, -1, -1, -1)):
+        expected = wbmm2d(input.double(), weight.double(), backend="reference")
+        actual = wbmm2d(input, weight, backend="cpu")
+        assert (actual.double() - expected).abs().max() / expected.abs().max() < 3e-6
+
+
+def test_load_is_cached():
+    assert load() is load()
