@@ -218,3 +218,16 @@ def test_help_imports_none_of_the_extras() -> None:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "(default 20)" in printed
     assert printed.splitlines()[-1] == "[]"
+
+
+def test_eval_limit_takes_held_back_images_only(tmp_path, capsys):
+    from spotlights.wbmm.recipes.config import load_config
+    from spotlights.wbmm.recipes.data import load_run_data
+
+    run = tmp_path / "run"
+    assert main(["wbmm", "train", "--epochs", "1", "--limit", "200", "--quiet", "--out", str(run)]) == 0
+    held = load_run_data(load_config(run)).splits["val"]
+    capsys.readouterr()
+    for limit, expected in ((5, 5), (10_000, len(held))):
+        assert main(["wbmm", "eval", str(run), "--split", "val", "--limit", str(limit), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["images"] == expected

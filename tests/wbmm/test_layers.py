@@ -85,6 +85,26 @@ def test_changed_weight_is_seen(layer, input, change):
     assert (after - before).abs().max() > 1e-2
 
 
+def test_fused_optimiser_in_eval(layer, input):
+    layer.eval()
+    optimiser = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    with torch.no_grad():
+        layer(input)
+    layer(input).square().sum().backward()
+    optimiser.step()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(input), expected(layer, input), rtol=1e-4, atol=1e-4)
+
+
+def test_conversion_there_and_back(layer, input):
+    layer.eval()
+    with torch.no_grad():
+        layer(input)
+        layer.half().float()
+        assert layer._prepared._entry is None
+        torch.testing.assert_close(layer(input), expected(layer, input), rtol=1e-4, atol=1e-5)
+
+
 def test_copies_share_nothing(layer, input):
     layer.eval()
     with torch.no_grad():

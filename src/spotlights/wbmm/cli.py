@@ -312,7 +312,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _evaluation_data(arguments: argparse.Namespace, trained: TrainedModel) -> ImageData:
     from spotlights.wbmm.recipes.config import load_config
-    from spotlights.wbmm.recipes.data import load_data, load_run_data
+    from spotlights.wbmm.recipes.data import limited, load_data, load_run_data
 
     size = trained.image_size
     if arguments.data is not None or arguments.dataset is not None:
@@ -326,8 +326,11 @@ def _evaluation_data(arguments: argparse.Namespace, trained: TrainedModel) -> Im
         )
     config = load_config(arguments.run_folder)
     config.image_size = size
-    config.limit = arguments.limit or config.limit
-    return load_run_data(config, channels=trained.channels)
+    data = load_run_data(config, channels=trained.channels)
+    if arguments.limit:
+        # After the division: a part must hold no image of another, as it was trained.
+        data.splits = {part: limited(images, arguments.limit) for part, images in data.splits.items()}
+    return data
 
 
 def _print_figures(figures: Mapping[str, Any]) -> None:

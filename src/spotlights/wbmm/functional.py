@@ -69,8 +69,8 @@ def wbmm2d(
 class PreparedCache:
     """Keeps what a backend prepared from a weight until that weight changes.
 
-    A change is a new tensor, new storage or an in-place write; writes through ``.data`` go unseen, since torch does not
-    count them.
+    A change is a new tensor, new storage or an in-place write that torch counts. It counts no writes through ``.data``,
+    of fused optimisers or of collectives: to make training safe, a call that wants the weight's gradient clears all.
     """
 
     def __init__(self) -> None:
@@ -123,10 +123,14 @@ def apply(
         input = input.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
     window, local_window = window_of(weight), None if local_weight is None else window_of(local_weight)
+    compiling = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if cache is not None and not compiling and torch.is_grad_enabled() and weight.requires_grad:
+        # A training step may follow, and fused optimisers change weights without counting it.
+        cache.clear()
     name = BACKENDS.select(Call(input.device, dtype, window, local_window), backend).name
     if (
         cache is not None
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not compiling
         and hasattr(functions_of(name), "prepare")
         and _cacheable(weight)
         and _cacheable(local_weight)

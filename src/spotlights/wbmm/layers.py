@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -75,6 +77,11 @@ class WBMM2d(nn.Module):
     def train(self, mode: bool = True) -> WBMM2d:
         self._prepared.clear()
         return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> WBMM2d:
+        # Converting there and back can reuse an address: the weight differs while nothing in the cache's key does.
+        self._prepared.clear()
+        return super()._apply(fn, recurse)
 
     def forward(self, input: Tensor) -> Tensor:
         check_arguments(input, self.weight, self.bias, None)

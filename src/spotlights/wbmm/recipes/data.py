@@ -146,7 +146,7 @@ def load_data(
         }
         result = ImageData(splits, class_names, *target, DATASETS[name].augment)
     if limit is not None:
-        result.splits = {part: _limited(images, limit) for part, images in result.splits.items()}
+        result.splits = {part: limited(images, limit) for part, images in result.splits.items()}
     return result
 
 
@@ -213,7 +213,8 @@ def split_off(images: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, I
     return images.subset(np.flatnonzero(~held)), images.subset(np.flatnonzero(held))
 
 
-def _limited(images: ImageSet, limit: int) -> ImageSet:
+def limited(images: ImageSet, limit: int) -> ImageSet:
+    """Return at most ``limit`` of the images, as many of each class as possible."""
     if len(images) <= limit:
         return images
     targets = images.targets.numpy()
