@@ -145,5 +145,16 @@ def test_slices_and_broadcasts_are_read_in_place():
         assert (actual.double() - expected).abs().max() / expected.abs().max() < 3e-6
 
 
+def test_default_dtype_does_not_matter():
+    input, weight, bias = make((2, 20, 9, 11, (4, 4)))
+    expected = results([input, weight, bias], "cpu", True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        actual = results([input, weight, bias], "cpu", True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_load_is_cached():
     assert load() is load()

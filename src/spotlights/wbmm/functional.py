@@ -48,7 +48,7 @@ def wbmm2d(
         shortcut: add the input to the output.
         local_weight: (C, 2*lh-1, 2*lw-1), added for pairs of positions in the same (lh, lw) sub-window; lh must divide
             wh and lw must divide ww (section 4 of the paper: hierarchical windows as one operator).
-        backend: a name from ``spotlights.wbmm.backends``, or None for the fastest that can run the call.
+        backend: a name from ``spotlights.wbmm.backends``, or None for the first that can run the call.
 
     Returns:
         (B, C, H, W), of the input's dtype (under autocast, of autocast's dtype).

@@ -23,7 +23,7 @@ class WBMM2d(nn.Module):
         window_size: one side or (height, width); every output sees its whole window.
         shortcut: add the input to the output, as the paper's networks do.
         bias: learn a bias per channel.
-        backend: a name from ``spotlights.wbmm.backends``, or None for the fastest that can run.
+        backend: a name from ``spotlights.wbmm.backends``, or None for the first that can run.
         device: where to create the parameters.
         dtype: dtype of the parameters.
 

@@ -64,7 +64,8 @@ def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: 
     library, (wh, ww), channels = _library(), window_of(weight), weight.shape[0]
     weight = weight.contiguous()
     sizes = (ctypes.c_int64(channels), ctypes.c_int64(wh), ctypes.c_int64(ww))
-    values = torch.empty(library.functions.spotlights_wbmm_packed_size(library.level, *sizes))
+    size = library.functions.spotlights_wbmm_packed_size(library.level, *sizes)
+    values = weight.new_empty(size)
     library.call("spotlights_wbmm_pack_f32", _pointer(weight), *sizes, 0, int(shortcut), _pointer(values))
     return Packed(values, (wh, ww))
 
@@ -73,7 +74,7 @@ def forward_prepared(input: Tensor, prepared: Packed, bias: Tensor | None) -> Te
     """Return the output (B, C, H, W) of an input (B, C, H, W) and a prepared table."""
     layout = layout_of(input)
     maps = _channels_last(input)
-    output = torch.empty(input.shape, memory_format=torch.channels_last)
+    output = torch.empty_like(input, memory_format=torch.channels_last)
     bias = None if bias is None else bias.contiguous()
     shape = _Shape(*input.shape, *prepared.window)
     _library().call(
@@ -97,7 +98,7 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shortcut: bool, 
 def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int]) -> Tensor:
     """Return the gradient (C, 2*wh-1, 2*ww-1) of the table of that window."""
     wh, ww = window
-    gradient = torch.empty(input.shape[1], 2 * wh - 1, 2 * ww - 1)
+    gradient = input.new_empty(input.shape[1], 2 * wh - 1, 2 * ww - 1)
     grads, maps = _channels_last(grad_output), _channels_last(input)
     shape = _Shape(*input.shape, wh, ww)
     _library().call(
