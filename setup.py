@@ -9,16 +9,22 @@ from setuptools.command.build_ext import build_ext
 SUFFIX = ".dll" if os.name == "nt" else ".so"
 EXPORTS = [
     "spotlights_best_level",
+    "spotlights_multiply_adds",
     "spotlights_serial_for",
-    "spotlights_wbmm_forward_f32",
-    "spotlights_wbmm_pack_f32",
+    "spotlights_wbmm_forward",
+    "spotlights_wbmm_pack",
     "spotlights_wbmm_packed_size",
-    "spotlights_wbmm_weight_gradient_f32",
+    "spotlights_wbmm_weight_gradient",
 ]
 
 
 class BuildLibrary(build_ext):
     """The library is loaded by ctypes: no Python in its name, no module function in its exports."""
+
+    def copy_extensions_to_source(self):
+        for extension in self.extensions:
+            os.makedirs(os.path.dirname(self.get_ext_fullpath(extension.name)), exist_ok=True)
+        super().copy_extensions_to_source()
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + SUFFIX

@@ -2,68 +2,107 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 
 namespace {
 
-struct Layout {
-    int64_t x_row, x_column, y_row, y_column, wh, ww;
-};
+typedef uint16_t bfloat16;
 
-// Widest run of outputs kept in registers; a wider window is swept in equal parts.
-constexpr int64_t kMostColumns = 14;
-
-struct Forward {
-    spotlights_wbmm_shape shape;
-    const float* x;
-    float* y;
-    const float* packed;
-    const float* bias;
-    int64_t x_stride[3], y_stride[3];
-    int64_t strips;  // rows of windows in one item of work
-    Layout layout;
-    int32_t no_memory;
+template <int N>
+struct Constant {
+    static constexpr int value = N;
 };
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 inline float* allocate(int64_t floats) { return static_cast<float*>(aligned_alloc(64, parts(floats * 4, 64) * 64)); }
 
-// The table's gradient as it is summed: rows of 2*wh-1 offsets, columns padded to a multiple of the tile.
-struct Sums {
-    int64_t wh, columns;
+// Windows whose rows of `tile` inputs and outputs the registers hold: computed together, they share the table's loads.
+constexpr int64_t windows_at_once(int64_t registers, int64_t tile) {
+    const int64_t fit = registers / (2 * tile);
+    return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+}
+
+// A row of `width` in the fewest equal tiles of at most `most`.
+inline int64_t tile_of(int64_t width, int64_t most) { return parts(width, parts(width, most)); }
+
+constexpr int64_t kMostGroup = 64;  // windows in one item of work
+
+struct Strides {
+    int64_t x_channel, x_row, x_column, y_channel, y_row, y_column;
+    Strides of_outputs() const { return {y_channel, y_row, y_column, y_channel, y_row, y_column}; }
 };
 
-struct Gradient {
+// The windows of one kind: their part inside the map, cut into bands (sub-windows of the second table, or the whole),
+// and bands into tiles. The packed table starts with the entries for pairs in one band; those for other pairs follow.
+struct Geometry {
+    int64_t rows, width;
+    int64_t lh, lw;
+    int64_t band_tiles, last_tiles, tiles;  // of a whole band, of the last if it is cut, of a row
+    int64_t near_pitch, near_centre, far_pitch, far_centre;
+};
+
+// Windows of one kind lie on a grid: `down` by `across` of them in every image from (top, left) on.
+struct Part {
+    int64_t top, left, down, across, windows, groups, tile;
+    Geometry geometry;
+};
+
+struct Job {
     spotlights_wbmm_shape shape;
-    const float *x, *g;
-    int64_t x_stride[3], g_stride[3];
-    int64_t chunks;
-    float* partial;
-    float* gradient;
-    Sums sums;
+    const void* x;
+    void* y;
+    int64_t x_batch, y_batch;
+    Strides strides;
+    Part parts[4];     // whole windows, cut at the right, at the bottom, at both
+    int64_t group;     // windows in one item of work, or packed at once
+    int64_t blocks;    // blocks of channels in one item
+    int64_t scratch;   // vectors of one packed window
+    int64_t table_size;  // vectors of one block of channels
+    const float *packed, *bias;
+    int64_t chunks, sum_columns;
+    float *sums, *gradient;
     int64_t lanes;
     int32_t no_memory;
+
+    // Where `count` windows start in the two maps, from the one numbered `first` on.
+    void offsets(const Part& p, int64_t first, int64_t count, int64_t* x_at, int64_t* y_at) const {
+        int64_t j = first % p.across, i = first / p.across % p.down, b = first / p.across / p.down;
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t row = p.top + i * shape.wh, column = p.left + j * shape.ww;
+            x_at[n] = b * x_batch + row * strides.x_row + column * strides.x_column;
+            y_at[n] = b * y_batch + row * strides.y_row + column * strides.y_column;
+            if (++j < p.across) continue;
+            j = 0;
+            if (++i < p.down) continue;
+            i = 0;
+            b++;
+        }
+    }
 };
 
-constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
-
-// Columns are cut into equal tiles of at most 8, which leaves every accumulator in a register.
-inline int64_t tile_of(int64_t width) { return parts(width, parts(width, 8)); }
-inline int64_t padded_width(int64_t width) { return parts(width, 8) * tile_of(width); }
-
-// Windows that are computed together share what they load of the table.
-constexpr int64_t kMostWindows = 12;
+struct Table {
+    int64_t near_rows, near_pitch, far_rows, far_pitch;
+    int64_t near_size() const { return near_rows * near_pitch; }
+    int64_t size() const { return near_size() + far_rows * far_pitch; }
+};
 
 }  // namespace
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define SPOTLIGHTS_X86 1
+#define OPAQUE(v) "+v"(v)
+#else
+#define OPAQUE(v) "+w"(v)
 #endif
 
+// On aarch64 a vector is a pair of registers: fuller cache lines for the same work.
 #define LEVEL baseline
+#if SPOTLIGHTS_X86
+#define LANES 4
+#else
 #define LANES 8
-#define REGISTERS 8
+#endif
+#define REGISTERS 16
 #include "wbmm_body.inc"
 #undef LEVEL
 #undef LANES
@@ -84,7 +123,7 @@ constexpr int64_t kMostWindows = 12;
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
 #define LEVEL avx512
 #define LANES 16
 #define REGISTERS 32
@@ -97,52 +136,161 @@ constexpr int64_t kMostWindows = 12;
 
 namespace {
 
+struct Kernels {
+    int64_t lanes, most_tile, registers;
+    void (*forward[2])(int64_t, int64_t, void*);
+    void (*weight_gradient[2])(int64_t, int64_t, void*);
+    void (*multiply_adds)(int64_t, int64_t, void*);
+};
+
+#define KERNELS(level, lanes)                                                     \
+    Kernels {                                                                     \
+        lanes, level::kMostTile, level::kRegisters, {level::forward<float>, level::forward<bfloat16>}, \
+            {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::multiply_adds \
+    }
+
+Kernels kernels_of(int32_t level) {
+#if SPOTLIGHTS_DISPATCH
+    if (level == SPOTLIGHTS_AVX512) return KERNELS(avx512, 16);
+    if (level == SPOTLIGHTS_AVX2) return KERNELS(avx2, 8);
+#endif
+    return KERNELS(baseline, sizeof(baseline::vec) / 4);
+}
+
+bool valid(const spotlights_wbmm_shape& s) {
+    return s.batch >= 0 && s.channels >= 0 && s.height >= 0 && s.width >= 0 && s.wh > 0 && s.ww > 0 && s.lh > 0 &&
+           s.lw > 0 && s.wh % s.lh == 0 && s.ww % s.lw == 0;
+}
+
+bool two_tables(const spotlights_wbmm_shape& s) { return s.lh != s.wh || s.lw != s.ww; }
+
+// Positions that a tile has beyond its band reach past the table's edges, so its rows have zeros there.
+Table table_of(const spotlights_wbmm_shape& s, int64_t most_tile) {
+    const int64_t margin = two_tables(s) ? tile_of(s.lw, most_tile) - 1 : parts(s.ww, most_tile) - 1;
+    Table t{2 * s.lh - 1, 2 * (s.lw + margin) - 1, 0, 0};
+    if (two_tables(s)) t.far_rows = 2 * s.wh - 1, t.far_pitch = 2 * (s.ww + margin) - 1;
+    return t;
+}
+
+void divide(Job& job, int64_t most_tile, int64_t most_group) {
+    const spotlights_wbmm_shape& s = job.shape;
+    const Table table = table_of(s, most_tile);
+    const int64_t whole_h = s.height / s.wh, whole_w = s.width / s.ww;
+    job.group = most_group;
+    job.scratch = 0;
+    for (int kind = 0; kind < 4; kind++) {
+        const bool right = kind & 1, bottom = kind & 2;
+        Part& p = job.parts[kind];
+        Geometry& g = p.geometry;
+        g.rows = bottom ? s.height % s.wh : s.wh;
+        g.width = right ? s.width % s.ww : s.ww;
+        p.top = bottom ? whole_h * s.wh : 0;
+        p.left = right ? whole_w * s.ww : 0;
+        p.down = bottom ? g.rows > 0 : whole_h;
+        p.across = right ? g.width > 0 : whole_w;
+        p.windows = s.batch * p.down * p.across;
+        p.groups = parts(p.windows, most_group);
+        if (!p.windows) continue;
+        p.tile = tile_of(least(s.lw, g.width), most_tile);
+        g.lh = s.lh;
+        g.lw = s.lw;
+        g.band_tiles = parts(s.lw, p.tile);
+        g.last_tiles = parts(g.width % s.lw, p.tile);
+        g.tiles = g.width / s.lw * g.band_tiles + g.last_tiles;
+        g.near_pitch = table.near_pitch;
+        g.near_centre = (s.lh - 1) * table.near_pitch + table.near_pitch / 2;
+        g.far_pitch = table.far_pitch;
+        g.far_centre = table.near_size() + (s.wh - 1) * table.far_pitch + table.far_pitch / 2;
+        const int64_t size = g.rows * g.tiles * p.tile;
+        if (size > job.scratch) job.scratch = size;
+    }
+}
+
 struct Pack {
-    const float* table;
+    spotlights_wbmm_shape shape;
+    Table layout;
+    const float *table, *local;
     float* packed;
-    int64_t channels, wh, ww, lanes;
+    int64_t lanes;
     bool turned, shortcut;
 };
 
+// Adds the (2*rows-1, 2*columns-1) entries about the centre of `from`, a table (2*h-1, 2*w-1), to one lane of `to`.
+void add_table(const Pack& p, const float* from, int64_t h, int64_t w, int64_t rows, int64_t columns, float* to,
+               int64_t pitch, int64_t to_rows) {
+    for (int64_t i = 1 - rows; i < rows; i++) {
+        float* out = to + ((to_rows / 2 + i) * pitch + pitch / 2) * p.lanes;
+        const float* in = from + ((p.turned ? -i : i) + h - 1) * (2 * w - 1) + w - 1;
+        if (p.turned) {
+            for (int64_t j = 1 - columns; j < columns; j++) out[j * p.lanes] += in[-j];
+        } else {
+            for (int64_t j = 1 - columns; j < columns; j++) out[j * p.lanes] += in[j];
+        }
+    }
+}
+
 void pack_blocks(int64_t begin, int64_t end, void* context) {
     const Pack& p = *static_cast<const Pack*>(context);
-    const int64_t offsets = (2 * p.wh - 1) * (2 * p.ww - 1);
+    const spotlights_wbmm_shape& s = p.shape;
+    const int64_t size = p.layout.size(), entries = (2 * s.wh - 1) * (2 * s.ww - 1);
+    const int64_t local_entries = (2 * s.lh - 1) * (2 * s.lw - 1);
     for (int64_t block = begin; block < end; block++) {
-        float* out = p.packed + block * offsets * p.lanes;
-        const int64_t used = least(p.lanes, p.channels - block * p.lanes);
-        if (used < p.lanes) memset(out, 0, offsets * p.lanes * sizeof(float));
-        for (int64_t lane = 0; lane < used; lane++) {
-            const float* row = p.table + (block * p.lanes + lane) * offsets;
-            for (int64_t k = 0; k < offsets; k++) out[k * p.lanes + lane] = row[p.turned ? offsets - 1 - k : k];
-            if (p.shortcut) out[(offsets / 2) * p.lanes + lane] += 1;
+        float* near = p.packed + block * size * p.lanes;
+        float* far = near + p.layout.near_size() * p.lanes;
+        memset(near, 0, size * p.lanes * sizeof(float));
+        for (int64_t lane = 0; lane < least(p.lanes, s.channels - block * p.lanes); lane++) {
+            const int64_t c = block * p.lanes + lane;
+            const float* table = p.table + c * entries;
+            add_table(p, table, s.wh, s.ww, s.lh, s.lw, near + lane, p.layout.near_pitch, p.layout.near_rows);
+            if (p.local)
+                add_table(p, p.local + c * local_entries, s.lh, s.lw, s.lh, s.lw, near + lane, p.layout.near_pitch,
+                          p.layout.near_rows);
+            if (p.layout.far_rows)
+                add_table(p, table, s.wh, s.ww, s.wh, s.ww, far + lane, p.layout.far_pitch, p.layout.far_rows);
+            if (p.shortcut)
+                near[(p.layout.near_rows / 2 * p.layout.near_pitch + p.layout.near_pitch / 2) * p.lanes + lane] += 1;
         }
     }
 }
 
 // Adds the chunks up, in their order, and lays the sums out as the table.
 void reduce_blocks(int64_t begin, int64_t end, void* context) {
-    const Gradient& f = *static_cast<const Gradient*>(context);
-    const spotlights_wbmm_shape& s = f.shape;
-    const int64_t blocks = parts(s.channels, f.lanes), rows = 2 * s.wh - 1, columns = 2 * s.ww - 1;
-    const int64_t size = rows * f.sums.columns * f.lanes, margin = f.sums.columns / 2 - (s.ww - 1);
+    const Job& job = *static_cast<const Job*>(context);
+    const spotlights_wbmm_shape& s = job.shape;
+    const int64_t blocks = parts(s.channels, job.lanes), rows = 2 * s.wh - 1, columns = 2 * s.ww - 1;
+    const int64_t size = job.table_size * job.lanes, margin = job.sum_columns / 2 - (s.ww - 1);
     for (int64_t block = begin; block < end; block++) {
-        float* first = f.partial + block * size;
-        for (int64_t chunk = 1; chunk < f.chunks; chunk++) {
-            const float* next = f.partial + (chunk * blocks + block) * size;
+        float* first = job.sums + block * size;
+        for (int64_t chunk = 1; chunk < job.chunks; chunk++) {
+            const float* next = job.sums + (chunk * blocks + block) * size;
             for (int64_t k = 0; k < size; k++) first[k] += next[k];
         }
-        for (int64_t lane = 0; lane < least(f.lanes, s.channels - block * f.lanes); lane++) {
-            float* out = f.gradient + (block * f.lanes + lane) * rows * columns;
+        for (int64_t lane = 0; lane < least(job.lanes, s.channels - block * job.lanes); lane++) {
+            float* out = job.gradient + (block * job.lanes + lane) * rows * columns;
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < columns; j++)
-                    out[i * columns + j] = first[(i * f.sums.columns + margin + j) * f.lanes + lane];
+                    out[i * columns + j] = first[(i * job.sum_columns + margin + j) * job.lanes + lane];
         }
     }
 }
 
-int64_t lanes_of(int32_t level) { return level == SPOTLIGHTS_AVX512 ? 16 : 8; }
+Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, void* y, const int64_t* ys) {
+    Job job{};
+    job.shape = s;
+    job.x = x;
+    job.y = y;
+    job.x_batch = xs[0];
+    job.y_batch = ys[0];
+    job.strides = {xs[1], xs[2], xs[3], ys[1], ys[2], ys[3]};
+    return job;
+}
 
 int32_t finish(int32_t code) { return code == 0 ? SPOTLIGHTS_OK : SPOTLIGHTS_THREADS; }
+
+constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
+constexpr int64_t kGroupPositions = 90;  // of windows that are packed together, so that they stay in the first-level
+constexpr int64_t kMostBlocks = 4;       // cache; as are neighbouring blocks of channels, which fill whole lines
+constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
 }  // namespace
 
@@ -162,66 +310,74 @@ int32_t spotlights_best_level(void) {
     return SPOTLIGHTS_BASELINE;
 }
 
-int64_t spotlights_wbmm_packed_size(int32_t level, int64_t channels, int64_t wh, int64_t ww) {
-    const int64_t lanes = lanes_of(level);
-    return parts(channels, lanes) * lanes * (2 * wh - 1) * (2 * ww - 1);
+int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* shape) {
+    const Kernels k = kernels_of(level);
+    return parts(shape->channels, k.lanes) * k.lanes * table_of(*shape, k.most_tile).size();
 }
 
-int32_t spotlights_wbmm_pack_f32(spotlights_parallel_for run, int32_t level, const float* table, int64_t channels,
-                                 int64_t wh, int64_t ww, int32_t turned, int32_t shortcut, float* packed) {
-    if (channels < 0 || wh < 1 || ww < 1) return SPOTLIGHTS_BAD_ARGUMENT;
-    Pack p{table, packed, channels, wh, ww, lanes_of(level), turned != 0, shortcut != 0};
-    return finish(run(0, parts(channels, p.lanes), 1, pack_blocks, &p));
+int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                             const float* table, const float* local, int32_t turned, int32_t shortcut, float* packed) {
+    if (!valid(*shape)) return SPOTLIGHTS_BAD_ARGUMENT;
+    const Kernels k = kernels_of(level);
+    Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, k.lanes, turned != 0, shortcut != 0};
+    return finish(run(0, parts(shape->channels, k.lanes), 1, pack_blocks, &p));
 }
 
-int32_t spotlights_wbmm_forward_f32(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
-                                    const float* input, const int64_t* input_stride, const float* packed,
-                                    const float* bias, float* output, const int64_t* output_stride) {
+int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                                int32_t dtype, const void* input, const int64_t* input_stride, const float* packed,
+                                const float* bias, void* output, const int64_t* output_stride, int32_t threads) {
     const spotlights_wbmm_shape& s = *shape;
-    if (s.batch < 0 || s.channels < 0 || s.height < 0 || s.width < 0 || s.wh < 1 || s.ww < 1)
-        return SPOTLIGHTS_BAD_ARGUMENT;
+    if (!valid(s) || (dtype != SPOTLIGHTS_FLOAT32 && dtype != SPOTLIGHTS_BFLOAT16)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
-    Forward f{s, input, output, packed, bias, {}, {}, 1, {}, 0};
-    memcpy(f.x_stride, input_stride, sizeof f.x_stride);
-    memcpy(f.y_stride, output_stride, sizeof f.y_stride);
-    f.layout = {f.x_stride[1], f.x_stride[2], f.y_stride[1], f.y_stride[2], s.wh, s.ww};
-    // An item of work is one block of channels in a strip of windows across the map, or in several short strips.
-    f.strips = parts(4, parts(s.width, s.ww));
-    const int64_t items = parts(s.batch * parts(s.height, s.wh), f.strips) * parts(s.channels, lanes_of(level));
-    void (*body)(int64_t, int64_t, void*) = baseline::forward;
-#if SPOTLIGHTS_DISPATCH
-    if (level == SPOTLIGHTS_AVX2) body = avx2::forward;
-    if (level == SPOTLIGHTS_AVX512) body = avx512::forward;
-#endif
-    const int32_t code = run(0, items, 1, body, &f);
-    return f.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
+    const Kernels k = kernels_of(level);
+    Job job = job_of(s, input, input_stride, output, output_stride);
+    const int64_t at_once = windows_at_once(k.registers, tile_of(s.lw, k.most_tile));
+    const int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
+    divide(job, k.most_tile, least(kMostGroup, group));
+    job.packed = packed;
+    job.bias = bias;
+    job.table_size = table_of(s, k.most_tile).size();
+    const int64_t blocks = parts(s.channels, k.lanes);
+    int64_t groups = 0;
+    for (const Part& p : job.parts) groups += p.groups;
+    // Neighbouring channels are packed together as long as that leaves work for all threads.
+    job.blocks = least(kMostBlocks, blocks);
+    while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
+    const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, k.forward[dtype], &job);
+    return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
-int32_t spotlights_wbmm_weight_gradient_f32(spotlights_parallel_for run, int32_t level,
-                                            const spotlights_wbmm_shape* shape, const float* grad_output,
-                                            const int64_t* grad_stride, const float* input, const int64_t* input_stride,
-                                            float* gradient) {
+int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                                        int32_t dtype, const void* grad_output, const int64_t* grad_stride,
+                                        const void* input, const int64_t* input_stride, float* gradient) {
     const spotlights_wbmm_shape& s = *shape;
-    if (s.batch < 1 || s.channels < 1 || s.height < 1 || s.width < 1 || s.wh < 1 || s.ww < 1)
+    if (!valid(s) || two_tables(s) || s.batch * s.channels * s.height * s.width == 0 ||
+        (dtype != SPOTLIGHTS_FLOAT32 && dtype != SPOTLIGHTS_BFLOAT16))
         return SPOTLIGHTS_BAD_ARGUMENT;
-    Gradient f{s, input, grad_output, {}, {}, 1, nullptr, gradient, {}, lanes_of(level), 0};
-    memcpy(f.x_stride, input_stride, sizeof f.x_stride);
-    memcpy(f.g_stride, grad_stride, sizeof f.g_stride);
-    f.sums = {s.wh, 2 * padded_width(s.ww) - 1};
-    const int64_t blocks = parts(s.channels, f.lanes);
+    const Kernels k = kernels_of(level);
+    Job job = job_of(s, input, input_stride, const_cast<void*>(grad_output), grad_stride);
+    divide(job, kGradientTile, 1);
+    job.lanes = k.lanes;
+    const int64_t bytes = 2 * job.scratch * k.lanes * 4;
+    job.group = bytes > kGroupBytes ? 1 : least(8, kGroupBytes / bytes);
+    job.gradient = gradient;
+    // Half the columns are a whole row of tiles, so that every tile's offsets lie inside.
+    job.sum_columns = 2 * parts(s.ww, kGradientTile) * kGradientTile - 1;
+    job.table_size = (2 * s.wh - 1) * job.sum_columns;
+    const int64_t blocks = parts(s.channels, k.lanes);
     const int64_t windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
     // Enough items for many threads, from the shape alone: results do not depend on the number of threads.
-    f.chunks = least(parts(64, blocks), parts(windows, 8));
-    const int64_t size = f.chunks * blocks * (2 * s.wh - 1) * f.sums.columns * f.lanes;
-    f.partial = allocate(size);
-    if (!f.partial) return SPOTLIGHTS_NO_MEMORY;
-    void (*body)(int64_t, int64_t, void*) = baseline::weight_gradient;
-#if SPOTLIGHTS_DISPATCH
-    if (level == SPOTLIGHTS_AVX2) body = avx2::weight_gradient;
-    if (level == SPOTLIGHTS_AVX512) body = avx512::weight_gradient;
-#endif
-    int32_t code = run(0, f.chunks * blocks, 1, body, &f);
-    if (code == 0 && !f.no_memory) code = run(0, blocks, 1, reduce_blocks, &f);
-    free(f.partial);
-    return f.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
+    job.chunks = least(parts(64, blocks), parts(windows, 8));
+    job.sums = allocate(job.chunks * blocks * job.table_size * k.lanes);
+    if (!job.sums) return SPOTLIGHTS_NO_MEMORY;
+    int32_t code = run(0, job.chunks * blocks, 1, k.weight_gradient[dtype], &job);
+    if (code == 0 && !job.no_memory) code = run(0, blocks, 1, reduce_blocks, &job);
+    free(job.sums);
+    return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
+}
+
+int64_t spotlights_multiply_adds(spotlights_parallel_for run, int32_t level, int64_t tasks, int64_t iterations) {
+    const Kernels k = kernels_of(level);
+    run(0, tasks, 1, k.multiply_adds, &iterations);
+    return tasks * iterations * 12 * k.lanes;
 }

@@ -1,7 +1,8 @@
 // The CPU library's interface: plain C, no torch headers, so that one build serves every Python and torch.
 //
-// Maps are channels-last float32: element (b, h, w, c) lies at b*stride[0] + h*stride[1] + w*stride[2] + c.
-// A table of window (wh, ww) is (C, 2*wh-1, 2*ww-1), contiguous. Functions return 0, or a code of `enum Error`.
+// Maps are float32 or bfloat16 with any strides, in elements, in the order batch, channel, row, column; side by side
+// channels (channels-last) are fastest. Tables are float32, (C, 2*wh-1, 2*ww-1), contiguous. Functions return 0, or a
+// code of `enum spotlights_error`.
 #pragma once
 #include <cstdint>
 
@@ -20,26 +21,34 @@ enum spotlights_error { SPOTLIGHTS_OK = 0, SPOTLIGHTS_BAD_ARGUMENT = 1, SPOTLIGH
 enum spotlights_level { SPOTLIGHTS_BASELINE = 0, SPOTLIGHTS_AVX2 = 1, SPOTLIGHTS_AVX512 = 2 };
 int32_t spotlights_best_level(void);
 
+enum spotlights_dtype { SPOTLIGHTS_FLOAT32 = 0, SPOTLIGHTS_BFLOAT16 = 1 };
+
 struct spotlights_wbmm_shape {
     int64_t batch, channels, height, width;
     int64_t wh, ww;  // window
+    int64_t lh, lw;  // sub-window of the second table; the window itself where there is none
 };
 
-// Floats that `spotlights_wbmm_pack_f32` writes, and that `packed` holds below.
-int64_t spotlights_wbmm_packed_size(int32_t level, int64_t channels, int64_t wh, int64_t ww);
+// Floats that `spotlights_wbmm_pack` writes, and that `packed` holds below.
+int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* shape);
 
-// Lays the table out for a level: by blocks of channels, each offset's channels side by side. `turned` turns it about
-// its centre (the operator's transpose, for input gradients); `shortcut` adds 1 at the centre.
-int32_t spotlights_wbmm_pack_f32(spotlights_parallel_for run, int32_t level, const float* table, int64_t channels,
-                                 int64_t wh, int64_t ww, int32_t turned, int32_t shortcut, float* packed);
+// Lays the tables out for a level: by blocks of channels, each offset's channels side by side. `local`, (C, 2*lh-1,
+// 2*lw-1) or null, is added between positions of one sub-window. `turned` turns both about their centres (the
+// operator's transpose, for input gradients); `shortcut` adds 1 at the centre.
+int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                             const float* table, const float* local, int32_t turned, int32_t shortcut, float* packed);
 
-int32_t spotlights_wbmm_forward_f32(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
-                                    const float* input, const int64_t* input_stride, const float* packed,
-                                    const float* bias, float* output, const int64_t* output_stride);
+// `threads` that the runner has bear on how work is cut, not on the result.
+int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                                int32_t dtype, const void* input, const int64_t* input_stride, const float* packed,
+                                const float* bias, void* output, const int64_t* output_stride, int32_t threads);
 
-// The table's gradient, (C, 2*wh-1, 2*ww-1), from the output's gradient and the input.
-int32_t spotlights_wbmm_weight_gradient_f32(spotlights_parallel_for run, int32_t level,
-                                            const spotlights_wbmm_shape* shape, const float* grad_output,
-                                            const int64_t* grad_stride, const float* input, const int64_t* input_stride,
-                                            float* gradient);
+// The gradient of the table of window (wh, ww), float32, from the output's gradient and the input.
+int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
+                                        int32_t dtype, const void* grad_output, const int64_t* grad_stride,
+                                        const void* input, const int64_t* input_stride, float* gradient);
+
+// Runs `iterations` of 12 independent multiply-adds on full vectors in every one of `tasks` tasks, and returns how many
+// multiply-adds (of single numbers) that is: the roof of the kernels above.
+int64_t spotlights_multiply_adds(spotlights_parallel_for run, int32_t level, int64_t tasks, int64_t iterations);
 }

@@ -1,79 +1,200 @@
 // Checks the CPU library against plain loops at every instruction set that this processor runs; prints the worst
-// relative error and returns 1 where it is too large. Buffers are of exact size, so that sanitizers see every overrun.
+// relative error and returns 1 where it is too large. Buffers are of exact size, so that sanitizers see every overrun,
+// and outputs start as NaN, so that a value never written is seen.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <vector>
 
 #include "../../csrc/wbmm.h"
 
-static std::vector<float> random_floats(size_t count, unsigned seed) {
-    std::vector<float> values(count);
+typedef uint16_t bfloat16;
+
+static double to_double(float value) { return value; }
+static double to_double(bfloat16 value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+static void assign(float& to, double value) { to = float(value); }
+static void assign(bfloat16& to, double value) {
+    const float narrow = float(value);
+    uint32_t bits;
+    memcpy(&bits, &narrow, 4);
+    to = bfloat16(std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Numbers in [-1, 1) that a T holds.
+template <typename T>
+static std::vector<double> random_numbers(size_t count, unsigned seed) {
+    std::vector<double> values(count);
     unsigned state = seed * 2654435761u + 1;
-    for (float& value : values) {
+    for (double& value : values) {
         state = state * 1664525u + 1013904223u;
-        value = (state >> 8) / 8388608.0f - 1;
+        T held;
+        assign(held, (state >> 8) / 8388608.0 - 1);
+        value = to_double(held);
     }
     return values;
 }
 
-struct Case {
-    int64_t batch, channels, height, width, wh, ww;
-};
-
-static double check(const Case& c, int32_t level) {
-    const int64_t offsets = (2 * c.wh - 1) * (2 * c.ww - 1), cells = c.batch * c.height * c.width;
-    const auto x = random_floats(cells * c.channels, 1), g = random_floats(cells * c.channels, 2);
-    const auto table = random_floats(c.channels * offsets, 3), bias = random_floats(c.channels, 4);
-    std::vector<double> y(cells * c.channels), gradient(c.channels * offsets);
-    for (int64_t b = 0; b < c.batch; b++)
-        for (int64_t h = 0; h < c.height; h++)
-            for (int64_t w = 0; w < c.width; w++)
-                for (int64_t k = 0; k < c.channels; k++) {
-                    const int64_t o = ((b * c.height + h) * c.width + w) * c.channels + k;
-                    y[o] = bias[k] + x[o];
-                    const int64_t top = h / c.wh * c.wh, left = w / c.ww * c.ww;
-                    for (int64_t i = top; i < top + c.wh && i < c.height; i++)
-                        for (int64_t j = left; j < left + c.ww && j < c.width; j++) {
-                            const int64_t at = ((b * c.height + i) * c.width + j) * c.channels + k;
-                            const int64_t offset = (i - h + c.wh - 1) * (2 * c.ww - 1) + j - w + c.ww - 1;
-                            y[o] += double(x[at]) * table[k * offsets + offset];
-                            gradient[k * offsets + offset] += double(x[at]) * g[o];
-                        }
-                }
-    const int64_t stride[3] = {c.height * c.width * c.channels, c.width * c.channels, c.channels};
-    const spotlights_wbmm_shape shape = {c.batch, c.channels, c.height, c.width, c.wh, c.ww};
-    const int64_t size = spotlights_wbmm_packed_size(level, c.channels, c.wh, c.ww);
-    float* packed = static_cast<float*>(aligned_alloc(64, (size * 4 + 63) / 64 * 64));
-    std::vector<float> output(cells * c.channels, NAN), weights(c.channels * offsets, NAN);
-    int32_t code = spotlights_wbmm_pack_f32(spotlights_serial_for, level, table.data(), c.channels, c.wh, c.ww, 0, 1, packed);
-    code |= spotlights_wbmm_forward_f32(spotlights_serial_for, level, &shape, x.data(), stride, packed, bias.data(),
-                                        output.data(), stride);
-    code |= spotlights_wbmm_weight_gradient_f32(spotlights_serial_for, level, &shape, g.data(), stride, x.data(), stride,
-                                                weights.data());
-    free(packed);
-    if (code) return INFINITY;
-    double error = 0, largest = 0, worst = 0;
-    for (size_t n = 0; n < y.size(); n++) {
-        error = std::fmax(error, std::isnan(output[n]) ? INFINITY : std::fabs(output[n] - y[n]));
-        largest = std::fmax(largest, std::fabs(y[n]));
-    }
-    worst = error / largest;
-    error = largest = 0;
-    for (size_t n = 0; n < gradient.size(); n++) {
-        error = std::fmax(error, std::isnan(weights[n]) ? INFINITY : std::fabs(weights[n] - gradient[n]));
-        largest = std::fmax(largest, std::fabs(gradient[n]));
-    }
-    return std::fmax(worst, error / largest);
+// The items one by one, the last first: none may need another.
+static int32_t backwards_for(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* context) {
+    while (end-- > begin) body(end, end + 1, context);
+    return 0;
 }
 
+struct Case {
+    int64_t batch, channels, height, width, wh, ww, lh, lw;
+};
+
+static double worst = 0;
+
+// `rounding`: the part of a value that its dtype may lose.
+static void compare(const char* what, const Case& c, int32_t level, double actual, double expected, double largest,
+                    double rounding, bool& failed) {
+    double error = (std::fabs(actual - expected) - rounding * std::fabs(expected)) / (largest + 1e-30);
+    if (std::isnan(error)) error = INFINITY;
+    worst = std::fmax(worst, error);
+    if (error < 5e-6 || failed) return;
+    failed = true;
+    std::printf("level %d: %s: got %g, expected %g: map %lld %lld %lld %lld, window %lld %lld, sub-window %lld %lld\n",
+                level, what, actual, expected, (long long)c.batch, (long long)c.channels, (long long)c.height,
+                (long long)c.width, (long long)c.wh, (long long)c.ww, (long long)c.lh, (long long)c.lw);
+}
+
+static double largest_of(const std::vector<double>& values) {
+    double largest = 0;
+    for (double value : values) largest = std::fmax(largest, std::fabs(value));
+    return largest;
+}
+
+// One set of numbers, in the order batch, channel, row, column, and what the definition makes of it.
+template <typename T>
+struct Problem {
+    static constexpr int32_t dtype = sizeof(T) == 4 ? SPOTLIGHTS_FLOAT32 : SPOTLIGHTS_BFLOAT16;
+    const Case c;
+    const bool two_tables = c.lh != c.wh || c.lw != c.ww;
+    const int64_t cells = c.batch * c.channels * c.height * c.width, columns = 2 * c.ww - 1;
+    const int64_t entries = (2 * c.wh - 1) * columns, local_entries = (2 * c.lh - 1) * (2 * c.lw - 1);
+    const std::vector<double> x = random_numbers<T>(cells, 1), g = random_numbers<T>(cells, 2);
+    const std::vector<double> table = random_numbers<float>(c.channels * entries, 3);
+    const std::vector<double> local = random_numbers<float>(c.channels * local_entries, 4);
+    const std::vector<double> bias = random_numbers<float>(c.channels, 5);
+    std::vector<double> plain = x, turned = x, gradient = std::vector<double>(c.channels * entries);  // with the shortcut
+
+    explicit Problem(const Case& c) : c(c) {
+        for (int64_t map = 0; map < c.batch * c.channels; map++)
+            for (int64_t h = 0; h < c.height; h++)
+                for (int64_t w = 0; w < c.width; w++) add(map, h, w);
+    }
+
+    void add(int64_t map, int64_t h, int64_t w) {
+        const int64_t k = map % c.channels, o = (map * c.height + h) * c.width + w;
+        plain[o] += bias[k];
+        for (int64_t i = h / c.wh * c.wh; i < (h / c.wh + 1) * c.wh && i < c.height; i++)
+            for (int64_t j = w / c.ww * c.ww; j < (w / c.ww + 1) * c.ww && j < c.width; j++) {
+                const double value = x[(map * c.height + i) * c.width + j];
+                const int64_t offset = (i - h + c.wh - 1) * columns + j - w + c.ww - 1;
+                plain[o] += value * table[k * entries + offset];
+                turned[o] += value * table[(k + 1) * entries - 1 - offset];
+                gradient[k * entries + offset] += value * g[o];
+                // Sub-windows divide the window, so those of the map and those of the window are the same.
+                if (!two_tables || h / c.lh != i / c.lh || w / c.lw != j / c.lw) continue;
+                const int64_t near = (i - h + c.lh - 1) * (2 * c.lw - 1) + j - w + c.lw - 1;
+                plain[o] += value * local[k * local_entries + near];
+                turned[o] += value * local[(k + 1) * local_entries - 1 - near];
+            }
+    }
+
+    // A map in memory: channels-last or NCHW.
+    struct Map {
+        std::vector<T> values;
+        int64_t stride[4];
+    };
+    int64_t place(const Map& map, int64_t n) const {
+        const int64_t w = n % c.width, h = n / c.width % c.height, k = n / c.width / c.height % c.channels;
+        return n / (c.width * c.height * c.channels) * map.stride[0] + k * map.stride[1] + h * map.stride[2] +
+               w * map.stride[3];
+    }
+    Map map_of(const std::vector<double>& numbers, bool last) const {
+        Map map{std::vector<T>(cells), {c.channels * c.height * c.width, c.height * c.width, c.width, 1}};
+        if (last) map.stride[1] = 1, map.stride[2] = c.width * c.channels, map.stride[3] = c.channels;
+        for (int64_t n = 0; n < cells; n++) assign(map.values[place(map, n)], numbers[n]);
+        return map;
+    }
+
+    bool forward(int32_t level, bool x_last, bool y_last, bool turn) const {
+        const spotlights_wbmm_shape shape = {c.batch, c.channels, c.height, c.width, c.wh, c.ww, c.lh, c.lw};
+        const std::vector<float> t(table.begin(), table.end()), l(local.begin(), local.end()), b(bias.begin(), bias.end());
+        const Map in = map_of(x, x_last);
+        Map out = map_of(std::vector<double>(cells, NAN), y_last);
+        const int64_t size = spotlights_wbmm_packed_size(level, &shape);
+        void* packed = nullptr;
+        if (posix_memalign(&packed, 64, size * sizeof(float))) std::abort();
+        memset(packed, 0xff, size * sizeof(float));
+        const auto run = turn ? backwards_for : spotlights_serial_for;
+        int32_t code = spotlights_wbmm_pack(run, level, &shape, t.data(), two_tables ? l.data() : nullptr, turn, 1,
+                                            static_cast<float*>(packed));
+        code |= spotlights_wbmm_forward(run, level, &shape, dtype, in.values.data(), in.stride,
+                                        static_cast<float*>(packed), turn ? nullptr : b.data(), out.values.data(),
+                                        out.stride, turn ? 64 : 1);
+        free(packed);
+        const std::vector<double>& expected = turn ? turned : plain;
+        const double largest = largest_of(expected), rounding = sizeof(T) == 4 ? 0 : 1 / 256.0;
+        bool failed = false;
+        for (int64_t n = 0; n < cells; n++)
+            compare(turn ? "turned output" : "output", c, level, code ? NAN : to_double(out.values[place(out, n)]),
+                    expected[n], largest, rounding, failed);
+        return !failed;
+    }
+
+    bool weight_gradient(int32_t level, bool x_last, bool g_last) const {
+        const spotlights_wbmm_shape shape = {c.batch, c.channels, c.height, c.width, c.wh, c.ww, c.lh, c.lw};
+        const Map in = map_of(x, x_last), upstream = map_of(g, g_last);
+        std::vector<float> weights(c.channels * entries, NAN);
+        const int32_t code =
+            spotlights_wbmm_weight_gradient(g_last ? spotlights_serial_for : backwards_for, level, &shape, dtype,
+                                            upstream.values.data(), upstream.stride, in.values.data(), in.stride,
+                                            weights.data());
+        if (two_tables) return code == SPOTLIGHTS_BAD_ARGUMENT;
+        const double largest = largest_of(gradient);
+        bool failed = false;
+        for (size_t n = 0; n < weights.size(); n++)
+            compare("weight gradient", c, level, code ? NAN : weights[n], gradient[n], largest, 0, failed);
+        return !failed;
+    }
+
+    bool check() const {
+        bool right = true;
+        for (int32_t level = 0; level <= spotlights_best_level(); level++)
+            for (int layouts = 0; layouts < 4; layouts++) {
+                for (int turn = 0; turn < 2; turn++) right &= forward(level, layouts & 1, layouts & 2, turn);
+                right &= weight_gradient(level, layouts & 1, layouts & 2);
+            }
+        return right;
+    }
+};
+
 int main() {
-    const Case cases[] = {{2, 32, 14, 21, 7, 7},   {1, 20, 13, 20, 5, 9},  {2, 5, 30, 17, 14, 14}, {1, 16, 20, 33, 16, 16},
-                          {3, 33, 9, 50, 3, 20},   {5, 16, 20, 13, 14, 14}, {3, 17, 13, 5, 7, 7},  {1, 24, 24, 23, 8, 8},
-                          {3, 8, 12, 12, 12, 12},  {1, 1, 1, 1, 7, 7},     {2, 3, 5, 70, 2, 33},  {2, 9, 1, 1, 1, 1}};
-    double worst = 0;
-    for (int32_t level = 0; level <= spotlights_best_level(); level++)
-        for (const Case& c : cases) worst = std::fmax(worst, check(c, level));
+    const Case cases[] = {
+        // One table.
+        {2, 32, 14, 21, 7, 7, 7, 7}, {1, 20, 13, 20, 5, 9, 5, 9}, {2, 5, 30, 17, 14, 14, 14, 14},
+        {1, 16, 20, 33, 16, 16, 16, 16}, {3, 33, 9, 50, 3, 20, 3, 20}, {5, 16, 20, 13, 14, 14, 14, 14},
+        {3, 17, 13, 5, 7, 7, 7, 7}, {1, 24, 24, 23, 8, 8, 8, 8}, {3, 8, 12, 12, 12, 12, 12, 12},
+        {1, 1, 1, 1, 7, 7, 7, 7}, {2, 3, 5, 70, 2, 33, 2, 33}, {2, 9, 1, 1, 1, 1, 1, 1}, {1, 80, 8, 9, 4, 4, 4, 4},
+        // Two tables: windows cut within a sub-window and between two, sub-windows of a row, of a cell, of many tiles.
+        {2, 20, 28, 28, 14, 14, 7, 7}, {1, 33, 17, 26, 8, 12, 4, 3}, {2, 5, 10, 37, 4, 32, 2, 16},
+        {1, 16, 9, 13, 9, 20, 1, 1}, {1, 8, 6, 41, 2, 40, 2, 20}, {1, 3, 21, 9, 14, 14, 7, 7}};
+    bool right = true;
+    for (const Case& c : cases) {
+        right &= Problem<float>(c).check();
+        right &= Problem<bfloat16>(c).check();
+    }
+    right &= spotlights_multiply_adds(backwards_for, 0, 2, 10) % (2 * 10 * 12) == 0;
     std::printf("levels %d, worst relative error %.2e\n", spotlights_best_level() + 1, worst);
-    return worst < 5e-6 ? 0 : 1;
+    return right ? 0 : 1;
 }

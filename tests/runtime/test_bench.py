@@ -98,3 +98,16 @@ def test_machine_line_names_what_ran():
     assert "core" in line
     assert "\n" not in line
     assert not line.startswith(",")
+
+
+def test_slow_functions_get_fewer_samples_but_three():
+    seen = []
+    timings = interleave(
+        {"slow": lambda: time.sleep(0.03), "quick": lambda: time.sleep(0.006)},
+        rounds=8,
+        max_seconds=0.05,
+        on_round=lambda done, wanted: seen.append((done, wanted)),
+    )
+    assert len(timings["slow"].seconds) == 3
+    assert len(timings["quick"].seconds) in (7, 8)
+    assert seen[-1] == (len(seen), len(seen))

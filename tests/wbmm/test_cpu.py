@@ -55,10 +55,12 @@ def make(shape):
 
 
 def results(tensors, backend, shortcut):
-    """The output and every gradient."""
+    """The output and every gradient, of input, weight, bias and perhaps a local weight."""
     tensors = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
-    output = wbmm2d(*tensors, shortcut=shortcut, backend=backend)
-    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    input, weight, bias, local_weight = (*tensors, None)[:4]
+    output = wbmm2d(input, weight, bias, shortcut=shortcut, local_weight=local_weight, backend=backend)
+    # Exact in every dtype.
+    upstream = (torch.arange(output.numel()) * 37 % 67 / 64 - 0.25).to(output.dtype).view_as(output)
     return [output.detach(), *torch.autograd.grad(output, tensors, upstream)]
 
 
@@ -72,6 +74,51 @@ def test_equals_the_reference(shape, channels_last, level, poison):
         expected = results([t.double() for t in tensors], "reference", shortcut)
         for actual, value in zip(results(tensors, "cpu", shortcut), expected, strict=True):
             assert (actual.double() - value).abs().max() / value.abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "local"),
+    [
+        ((2, 20, 29, 31, (14, 14)), (7, 7)),
+        ((1, 33, 17, 26, (8, 12)), (4, 3)),
+        ((2, 5, 40, 37, (4, 32)), (2, 16)),
+        ((1, 16, 14, 14, (14, 14)), (14, 14)),
+        ((1, 16, 9, 13, (9, 20)), (1, 1)),
+        ((1, 8, 6, 41, (2, 40)), (2, 20)),
+    ],
+    ids=str,
+)
+def test_two_tables_equal_the_reference(shape, local, level, poison):
+    tensors = make(shape)
+    tensors.append(torch.randn(shape[1], 2 * local[0] - 1, 2 * local[1] - 1))
+    expected = results([t.double() for t in tensors], "reference", True)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        tensors[0] = tensors[0].contiguous(memory_format=layout)
+        for actual, value in zip(results(tensors, "cpu", True), expected, strict=True):
+            assert (actual.double() - value).abs().max() / value.abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_is_rounded_once(shape, channels_last, level, poison):
+    tensors = [t.bfloat16() for t in make(shape)]
+    if channels_last:
+        tensors[0] = tensors[0].contiguous(memory_format=torch.channels_last)
+    expected = results([t.double() for t in tensors], "reference", True)
+    for actual, value in zip(results(tensors, "cpu", True), expected, strict=True):
+        assert actual.dtype == torch.bfloat16
+        # bfloat16 keeps 8 bits: half a unit in the last place is 2**-9 of the value, or nearly so of 3e-6 more.
+        assert ((actual.double() - value).abs() <= 2**-8 * value.abs() + 1e-4 * value.abs().max()).all()
+
+
+def test_bfloat16_keeps_what_is_not_finite(level):
+    input = torch.full((1, 16, 4, 4), 1.0, dtype=torch.bfloat16)
+    input[0, 0, 0, 0], input[0, 1, 0, 0], input[0, 2, 0, 0] = float("nan"), float("inf"), 3e38
+    weight = torch.zeros(16, 7, 7, dtype=torch.bfloat16)
+    output = wbmm2d(input, weight, torch.zeros(16, dtype=torch.bfloat16), shortcut=True, backend="cpu")
+    assert output[0, 0, 0, 0].isnan()
+    assert output[0, 1, 0, 0] == float("inf")
+    assert torch.equal(output[0, 2:], input[0, 2:])
 
 
 def test_same_bits_for_any_number_of_threads(level):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,11 @@ class NativeLibrary:
         """What runs the loops: torch's threads, or this thread alone in a forked process, where they are missing."""
         return ctypes.cast(self.functions.spotlights_serial_for, ctypes.c_void_p) if _forked else self.pool
 
+    @property
+    def threads(self) -> int:
+        """How many threads the runner has."""
+        return 1 if _forked else torch.get_num_threads()
+
     def call(self, name: str, *arguments: object) -> None:
         """Call a function that takes the runner and the level first; raises RuntimeError with its reason."""
         code = getattr(self.functions, name)(self.runner, self.level, *arguments)
@@ -76,7 +82,8 @@ def load() -> NativeLibrary | str:
         return f"the CPU library does not load: {error}"
     except AttributeError:
         return f"torch {torch.__version__} does not share its thread pool (torch_parallel_for)"
-    functions.spotlights_wbmm_packed_size.restype = ctypes.c_int64
+    for counted in (functions.spotlights_wbmm_packed_size, functions.spotlights_multiply_adds):
+        counted.restype = ctypes.c_int64
     best = int(functions.spotlights_best_level())
     level = best
     if wanted := os.environ.get(LEVEL_VARIABLE):
@@ -86,6 +93,27 @@ def load() -> NativeLibrary | str:
         if level > best:
             return f"{LEVEL_VARIABLE}: {wanted} does not run on this processor, which has {LEVELS[best]}"
     return NativeLibrary(functions, level, pool)
+
+
+def peak_flops(seconds: float = 0.2) -> float | None:
+    """Return the FLOP/s of float32 multiply-adds in registers on torch's threads: the roof of every kernel.
+
+    The best of many short runs within that time; None without the library.
+
+    Example:
+        >>> peak = peak_flops(0.01)
+        >>> peak is None or peak > 1e8
+        True
+    """
+    native = load()
+    if isinstance(native, str):
+        return None
+    best, end = 0.0, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        tasks, iterations = ctypes.c_int64(native.threads), ctypes.c_int64(20_000)
+        count = native.functions.spotlights_multiply_adds(native.runner, native.level, tasks, iterations)
+        best = max(best, 2 * count / (time.perf_counter() - start))
+    return best
 
 
 def _torch_library() -> ctypes.CDLL:

@@ -23,10 +23,11 @@ def describe(metrics: Mapping[str, float]) -> str:
 
 
 class EpochProgress:
-    """A progress display over ``epochs`` epochs of ``steps`` steps; quiet unless ``enabled``."""
+    """A progress display over ``epochs`` epochs of ``steps`` steps, or other units; quiet unless ``enabled``."""
 
-    def __init__(self, epochs: int, *, enabled: bool = True) -> None:
+    def __init__(self, epochs: int, *, unit: str = "epoch", enabled: bool = True) -> None:
         self.epochs = epochs
+        self.unit = unit
         self.enabled = enabled
         self._bar: Any = None
         self._task: Any = None
@@ -58,15 +59,26 @@ class EpochProgress:
             return
         if self._task is None:
             self._task = self._bar.add_task("", total=self.epochs * steps)
-        self._bar.update(self._task, completed=(epoch - 1) * steps + step, description=f"epoch {epoch}/{self.epochs}")
+        self._bar.update(
+            self._task, completed=(epoch - 1) * steps + step, description=f"{self.unit} {epoch}/{self.epochs}"
+        )
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], *, seconds: float, best: bool) -> None:
         """Report a finished epoch."""
         if not self.enabled:
             return
         width = len(str(self.epochs))
-        line = f"epoch {epoch:>{width}}/{self.epochs}  {describe(metrics)}  ({seconds:.1f} s){'  best' if best else ''}"
+        place = f"{self.unit} {epoch:>{width}}/{self.epochs}"
+        line = f"{place}  {describe(metrics)}  ({seconds:.1f} s){'  best' if best else ''}"
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
             print(line, flush=True)
+
+    def show(self, content: Any) -> None:
+        """Print text or anything that rich renders, above the bar."""
+        from rich.console import Console
+
+        if self.enabled:
+            console = self._bar.console if self._bar is not None else Console(highlight=False, markup=False)
+            console.print(content, highlight=False, markup=False)

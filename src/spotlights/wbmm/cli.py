@@ -78,6 +78,7 @@ def add_commands(verbs: Any) -> None:
     _add_eval(verbs)
     _add_predict(verbs)
     _add_demo(verbs)
+    _add_bench(verbs)
 
 
 def backend_states() -> Iterator[tuple[str, str]]:
@@ -203,6 +204,56 @@ def _demo(arguments: argparse.Namespace) -> int:
         from spotlights.wbmm.demo import run_demo
 
         run_demo(arguments.out, config, progress=not arguments.quiet)
+    return 0
+
+
+def _add_bench(verbs: Any) -> None:
+    from spotlights.wbmm.bench import DTYPES, SUITES
+
+    parser = verbs.add_parser(
+        "bench",
+        help="time the operator against depthwise convolutions, FFT and window attention",
+        description="Check, then time in turn: every backend, the paper's form with M kept and rebuilt, depthwise 5x5, "
+        "7x7, 13x13 and 27x27 convolutions, FFT and window attention. Prints times, ratios and fractions of the "
+        "machine's measured peaks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--suite", choices=SUITES, default="quick", help="which sizes: quick takes about a minute (default %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of maps and weights (default %(default)s)")
+    parser.add_argument("--train", action="store_true", help="time forward and all gradients instead of inference")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder for results.csv, pictures and report.html; a bench that was stopped goes on in it",
+    )
+    parser.add_argument("--baseline", metavar="FILE", help="compare with an earlier results.csv")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    with needs_vision():
+        from spotlights.wbmm.bench import WrongResultError
+        from spotlights.wbmm.bench_run import run_bench
+
+        try:
+            run_bench(
+                arguments.suite,
+                device=arguments.device,
+                dtype=arguments.dtype,
+                train=arguments.train,
+                out=arguments.out,
+                baseline=arguments.baseline,
+            )
+        except WrongResultError as error:
+            print(f"spotlights: wrong result: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            if arguments.out is not None:
+                print("stopped; the same command goes on", file=sys.stderr)
+            raise
     return 0
 
 

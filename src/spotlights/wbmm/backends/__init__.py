@@ -21,7 +21,7 @@ def _always(call: Call) -> str | None:
 BACKENDS: Backends[Call] = Backends(
     "wbmm2d",
     [
-        Backend("cpu", "compiled kernels, channels-last; float32 on the CPU", cpu.why_not, cpu),
+        Backend("cpu", "compiled kernels, fastest channels-last; float32 and bfloat16 on the CPU", cpu.why_not, cpu),
         Backend("matmul", "one batched matrix product, as in the paper; any device", _always, matmul),
         Backend("reference", "the definition: a depthwise conv2d per window; any device", _always, reference),
     ],

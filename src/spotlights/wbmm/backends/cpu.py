@@ -1,4 +1,4 @@
-"""The CPU library's kernels: channels-last, the table packed by blocks of channels, M never built."""
+"""The CPU library's kernels: the tables packed by blocks of channels, M never built, any layout read in place."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from spotlights.wbmm.windows import layout_of, window_of
 
 # At import, not at the first call: torch.compile traces the choice of a backend and cannot follow a library's loading.
 LIBRARY = load()
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def why_not(call: Call) -> str | None:
     """Return why the library cannot run a call, or None."""
     if call.device.type != "cpu":
         return f"the input is on {call.device.type}, not on the CPU"
-    if call.dtype != torch.float32:
-        return f"it computes in float32, not {call.dtype}"
-    if call.local_window is not None:
-        return "it has no second table"
+    if call.dtype not in _DTYPES:
+        return f"it computes in float32 and bfloat16, not {call.dtype}"
     return LIBRARY if isinstance(LIBRARY, str) else None
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "channels", "height", "width", "wh", "ww")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "channels", "height", "width", "wh", "ww", "lh", "lw")]
 
 
 class Packed(NamedTuple):
-    """A table in the library's own order, and its window."""
+    """Tables in the library's own order, their window and sub-window."""
 
     values: Tensor
-    window: tuple[int, int]
+    windows: tuple[int, int, int, int]
 
 
 def _library() -> NativeLibrary:
@@ -49,45 +48,51 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
 
 
 def _strides(tensor: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * 3)(tensor.stride(0), tensor.stride(2), tensor.stride(3))
+    return (ctypes.c_int64 * 4)(*tensor.stride())
 
 
-def _channels_last(tensor: Tensor) -> Tensor:
-    """Return a map whose channels lie side by side: itself where they do."""
-    if tensor.shape[1] == 1 or tensor.stride(1) == 1:
-        return tensor
-    return tensor.contiguous(memory_format=torch.channels_last)
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
 def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: torch.dtype) -> Packed:
-    """Return the table (C, 2*wh-1, 2*ww-1) in the library's order, the shortcut added at its centre."""
-    library, (wh, ww), channels = _library(), window_of(weight), weight.shape[0]
-    weight = weight.contiguous()
-    sizes = (ctypes.c_int64(channels), ctypes.c_int64(wh), ctypes.c_int64(ww))
-    size = library.functions.spotlights_wbmm_packed_size(library.level, *sizes)
-    values = weight.new_empty(size)
-    library.call("spotlights_wbmm_pack_f32", _pointer(weight), *sizes, 0, int(shortcut), _pointer(values))
-    return Packed(values, (wh, ww))
+    """Return the tables (C, 2*wh-1, 2*ww-1) and (C, 2*lh-1, 2*lw-1) in the library's order, the shortcut added."""
+    library = _library()
+    windows = window_of(weight) + window_of(weight if local_weight is None else local_weight)
+    table, local = _float(weight), _float(local_weight)
+    shape = _Shape(0, weight.shape[0], 0, 0, *windows)
+    size = library.functions.spotlights_wbmm_packed_size(library.level, ctypes.byref(shape))
+    values = torch.empty(size, dtype=torch.float32)
+    library.call(
+        "spotlights_wbmm_pack",
+        ctypes.byref(shape),
+        _pointer(table),
+        _pointer(local),
+        0,
+        int(shortcut),
+        _pointer(values),
+    )
+    return Packed(values, windows)
 
 
 def forward_prepared(input: Tensor, prepared: Packed, bias: Tensor | None) -> Tensor:
-    """Return the output (B, C, H, W) of an input (B, C, H, W) and a prepared table."""
-    layout = layout_of(input)
-    maps = _channels_last(input)
-    output = torch.empty_like(input, memory_format=torch.channels_last)
-    bias = None if bias is None else bias.contiguous()
-    shape = _Shape(*input.shape, *prepared.window)
-    _library().call(
-        "spotlights_wbmm_forward_f32",
-        ctypes.byref(shape),
-        _pointer(maps),
-        _strides(maps),
+    """Return the output (B, C, H, W) of an input (B, C, H, W) and prepared tables."""
+    library = _library()
+    output = torch.empty_like(input, memory_format=layout_of(input))
+    bias = _float(bias)
+    library.call(
+        "spotlights_wbmm_forward",
+        ctypes.byref(_Shape(*input.shape, *prepared.windows)),
+        _DTYPES[input.dtype],
+        _pointer(input),
+        _strides(input),
         _pointer(prepared.values),
         _pointer(bias),
         _pointer(output),
         _strides(output),
+        library.threads,
     )
-    return output if layout is torch.channels_last else output.contiguous()
+    return output
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shortcut: bool, local_weight: Tensor | None) -> Tensor:
@@ -98,16 +103,15 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shortcut: bool, 
 def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int]) -> Tensor:
     """Return the gradient (C, 2*wh-1, 2*ww-1) of the table of that window."""
     wh, ww = window
-    gradient = input.new_empty(input.shape[1], 2 * wh - 1, 2 * ww - 1)
-    grads, maps = _channels_last(grad_output), _channels_last(input)
-    shape = _Shape(*input.shape, wh, ww)
+    gradient = torch.empty((input.shape[1], 2 * wh - 1, 2 * ww - 1), dtype=torch.float32)
     _library().call(
-        "spotlights_wbmm_weight_gradient_f32",
-        ctypes.byref(shape),
-        _pointer(grads),
-        _strides(grads),
-        _pointer(maps),
-        _strides(maps),
+        "spotlights_wbmm_weight_gradient",
+        ctypes.byref(_Shape(*input.shape, wh, ww, wh, ww)),
+        _DTYPES[input.dtype],
+        _pointer(grad_output),
+        _strides(grad_output),
+        _pointer(input),
+        _strides(input),
         _pointer(gradient),
     )
-    return gradient
+    return gradient.to(input.dtype)
