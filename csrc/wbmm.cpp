@@ -27,17 +27,24 @@ inline int64_t tile_of(int64_t width, int64_t most) { return parts(width, parts(
 
 constexpr int64_t kMostGroup = 64;  // windows in one item of work
 
+// Sub-windows are cut into whole tiles.
+inline int64_t divisor_of(int64_t width, int64_t most) {
+    int64_t tile = least(width, most);
+    while (width % tile) tile--;
+    return tile;
+}
+
 struct Strides {
     int64_t x_channel, x_row, x_column, y_channel, y_row, y_column;
     Strides of_outputs() const { return {y_channel, y_row, y_column, y_channel, y_row, y_column}; }
 };
 
-// The windows of one kind: their part inside the map, cut into bands (sub-windows of the second table, or the whole),
-// and bands into tiles. The packed table starts with the entries for pairs in one band; those for other pairs follow.
+// The windows of one kind: their part inside the map, and the sub-windows of the second table (or the whole window).
+// The packed table starts with the entries for pairs of positions in one sub-window; those for other pairs follow.
 struct Geometry {
     int64_t rows, width;
     int64_t lh, lw;
-    int64_t band_tiles, last_tiles, tiles;  // of a whole band, of the last if it is cut, of a row
+    int64_t tiles;  // of a row
     int64_t near_pitch, near_centre, far_pitch, far_centre;
 };
 
@@ -90,9 +97,6 @@ struct Table {
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define SPOTLIGHTS_X86 1
-#define OPAQUE(v) "+v"(v)
-#else
-#define OPAQUE(v) "+w"(v)
 #endif
 
 // On aarch64 a vector is a pair of registers: fuller cache lines for the same work.
@@ -153,6 +157,8 @@ Kernels kernels_of(int32_t level) {
 #if SPOTLIGHTS_DISPATCH
     if (level == SPOTLIGHTS_AVX512) return KERNELS(avx512, 16);
     if (level == SPOTLIGHTS_AVX2) return KERNELS(avx2, 8);
+#else
+    (void)level;
 #endif
     return KERNELS(baseline, sizeof(baseline::vec) / 4);
 }
@@ -164,9 +170,9 @@ bool valid(const spotlights_wbmm_shape& s) {
 
 bool two_tables(const spotlights_wbmm_shape& s) { return s.lh != s.wh || s.lw != s.ww; }
 
-// Positions that a tile has beyond its band reach past the table's edges, so its rows have zeros there.
+// Positions that a tile has beyond the window reach past the table's edges, so its rows have zeros there.
 Table table_of(const spotlights_wbmm_shape& s, int64_t most_tile) {
-    const int64_t margin = two_tables(s) ? tile_of(s.lw, most_tile) - 1 : parts(s.ww, most_tile) - 1;
+    const int64_t margin = parts(s.lw, most_tile) - 1;
     Table t{2 * s.lh - 1, 2 * (s.lw + margin) - 1, 0, 0};
     if (two_tables(s)) t.far_rows = 2 * s.wh - 1, t.far_pitch = 2 * (s.ww + margin) - 1;
     return t;
@@ -191,12 +197,10 @@ void divide(Job& job, int64_t most_tile, int64_t most_group) {
         p.windows = s.batch * p.down * p.across;
         p.groups = parts(p.windows, most_group);
         if (!p.windows) continue;
-        p.tile = tile_of(least(s.lw, g.width), most_tile);
+        p.tile = g.width > s.lw ? divisor_of(s.lw, most_tile) : tile_of(g.width, most_tile);
         g.lh = s.lh;
         g.lw = s.lw;
-        g.band_tiles = parts(s.lw, p.tile);
-        g.last_tiles = parts(g.width % s.lw, p.tile);
-        g.tiles = g.width / s.lw * g.band_tiles + g.last_tiles;
+        g.tiles = parts(g.width, p.tile);
         g.near_pitch = table.near_pitch;
         g.near_centre = (s.lh - 1) * table.near_pitch + table.near_pitch / 2;
         g.far_pitch = table.far_pitch;
@@ -331,7 +335,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
-    const int64_t at_once = windows_at_once(k.registers, tile_of(s.lw, k.most_tile));
+    const int64_t at_once = windows_at_once(k.registers, two_tables(s) ? divisor_of(s.lw, k.most_tile) : tile_of(s.ww, k.most_tile));
     const int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
     divide(job, k.most_tile, least(kMostGroup, group));
     job.packed = packed;
@@ -367,10 +371,11 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
     const int64_t blocks = parts(s.channels, k.lanes);
     const int64_t windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
     // Enough items for many threads, from the shape alone: results do not depend on the number of threads.
-    job.chunks = least(parts(64, blocks), parts(windows, 8));
+    job.blocks = least(kMostBlocks, blocks);
+    job.chunks = least(parts(64, parts(blocks, job.blocks)), parts(windows, 8));
     job.sums = allocate(job.chunks * blocks * job.table_size * k.lanes);
     if (!job.sums) return SPOTLIGHTS_NO_MEMORY;
-    int32_t code = run(0, job.chunks * blocks, 1, k.weight_gradient[dtype], &job);
+    int32_t code = run(0, job.chunks * parts(blocks, job.blocks), 1, k.weight_gradient[dtype], &job);
     if (code == 0 && !job.no_memory) code = run(0, blocks, 1, reduce_blocks, &job);
     free(job.sums);
     return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);

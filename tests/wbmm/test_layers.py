@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spotlights.wbmm import WBMM2d, wbmm2d
-from spotlights.wbmm.backends import matmul
+from spotlights.wbmm.backends import BACKENDS, Call, matmul
 
 
 @pytest.fixture
@@ -154,6 +154,21 @@ def test_gradients_reach_weight_in_eval(layer, input):
         layer(input)
     layer(input).sum().backward()
     assert layer.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
+def test_frozen_layer_passes_the_gradient_on(backend):
+    layer = WBMM2d(4, 3, backend=backend).eval().requires_grad_(False)
+    if reason := BACKENDS[backend].why_not(Call(torch.device("cpu"), torch.float32, (3, 3), None)):
+        pytest.skip(reason)
+    input = torch.randn(2, 4, 7, 8)
+    with torch.no_grad():
+        layer(input)  # fills the cache
+    watched = input.clone().requires_grad_()
+    layer(watched).sum().backward()
+    ones = torch.ones(2, 4, 7, 8)
+    expected = wbmm2d(ones, layer.weight.flip(1, 2), shortcut=True, backend="reference")
+    torch.testing.assert_close(watched.grad, expected)
 
 
 def test_autocast_in_eval(layer, input):

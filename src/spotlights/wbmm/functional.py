@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +64,22 @@ def wbmm2d(
         >>> wbmm2d(x, torch.zeros(8, 13, 13), shortcut=True).equal(x)
         True
     """
-    check_arguments(input, weight, bias, local_weight)
     return apply(input, weight, bias, shortcut, local_weight, backend, cache=None)
+
+
+class _Entry(NamedTuple):
+    """What was prepared, and everything it holds for."""
+
+    weight: Tensor
+    local_weight: Tensor | None
+    bias: Tensor | None
+    state: tuple[Any, ...]  # of the weights' memory
+    shortcut: bool
+    backend: str | None  # as asked for
+    dtype: torch.dtype
+    device: torch.device
+    run: Callable[[Tensor, Any, Tensor | None], Tensor]
+    prepared: Any
 
 
 class PreparedCache:
@@ -74,7 +90,7 @@ class PreparedCache:
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[tuple[Any, ...], tuple[Tensor | None, ...], Any] | None = None
+        self._entry: _Entry | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copied or unpickled module starts empty.
@@ -83,17 +99,87 @@ class PreparedCache:
     def clear(self) -> None:
         self._entry = None
 
-    def get(self, backend: str, weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: torch.dtype) -> Any:
-        tensors = (weight, local_weight)
-        state = (backend, shortcut, dtype, *((t.data_ptr(), t._version) for t in tensors if t is not None))
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shortcut: bool,
+        local_weight: Tensor | None,
+        backend: str | None,
+    ) -> Tensor | None:
+        """Return the output where an earlier call prepared for all of this, else None. Needs no checked arguments."""
         entry = self._entry
-        if entry is not None and entry[0] == state and all(a is b for a, b in zip(entry[1], tensors, strict=True)):
-            return entry[2]
-        # Built as ordinary tensors even in inference mode: a later call may need a gradient of the input.
-        with torch.inference_mode(False), torch.no_grad():
-            prepared = functions_of(backend).prepare(weight, local_weight, shortcut, dtype)
-        self._entry = (state, tensors, prepared)
-        return prepared
+        if (
+            entry is None
+            or entry.weight is not weight
+            or entry.local_weight is not local_weight
+            or entry.bias is not bias
+            or type(input) is not Tensor
+            or entry.dtype is not (dtype := autocast_dtype(input.device) or input.dtype)
+            or entry.device != input.device
+            or entry.shortcut is not shortcut
+            or entry.backend != backend
+            or input.ndim != 4
+            or input.shape[1] != weight.shape[0]
+            or input.numel() == 0
+            or not _nothing_watches(input, weight, bias, local_weight)
+            or _state(weight, local_weight) != entry.state
+        ):
+            return None
+        return entry.run(input.to(dtype), entry.prepared, None if bias is None else bias.to(dtype))
+
+    def prepare(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shortcut: bool,
+        local_weight: Tensor | None,
+        backend: str | None,
+        chosen: ModuleType,
+        dtype: torch.dtype,
+    ) -> None:
+        """Prepare checked arguments for ``run``, where that is safe."""
+        if (
+            hasattr(chosen, "prepare")
+            and _nothing_watches(input, weight, bias, local_weight)
+            and _cacheable(weight)
+            and _cacheable(local_weight)
+        ):
+            # Built as ordinary tensors even in inference mode: a later call may need a gradient of the input.
+            with torch.inference_mode(False), torch.no_grad():
+                prepared = chosen.prepare(weight, local_weight, shortcut, dtype)
+            state = _state(weight, local_weight)
+            self._entry = _Entry(
+                weight,
+                local_weight,
+                bias,
+                state,
+                shortcut,
+                backend,
+                dtype,
+                input.device,
+                chosen.forward_prepared,
+                prepared,
+            )
+
+
+def _state(weight: Tensor, local_weight: Tensor | None) -> tuple[int, ...]:
+    if local_weight is None:
+        return weight.data_ptr(), weight._version
+    return weight.data_ptr(), weight._version, local_weight.data_ptr(), local_weight._version
+
+
+def _nothing_watches(*tensors: Tensor | None) -> bool:
+    """Whether the call is a plain computation: no gradient, no transform, no tracing."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return False
+    return not (torch.jit.is_tracing() or _inside_a_transform())
+
+
+def _inside_a_transform() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _cacheable(tensor: Tensor | None) -> bool:
@@ -103,7 +189,6 @@ def _cacheable(tensor: Tensor | None) -> bool:
         and type(tensor.data) is Tensor
         and tensor.device.type != "meta"
         and not tensor.is_inference()
-        and not (torch.is_grad_enabled() and tensor.requires_grad)
     )
 
 
@@ -116,33 +201,26 @@ def apply(
     backend: str | None,
     cache: PreparedCache | None,
 ) -> Tensor:
-    """Compute :func:`wbmm2d` for checked arguments, keeping the prepared weight in ``cache`` where that is safe."""
-    autocast = autocast_dtype(input.device)
-    dtype = autocast or input.dtype
-    if autocast:
-        input = input.to(dtype)
-        bias = bias if bias is None else bias.to(dtype)
+    """Compute :func:`wbmm2d`, keeping the prepared weight in ``cache`` where that is safe."""
+    arguments = (input, weight, bias, shortcut, local_weight, backend)
+    if torch.compiler.is_compiling():
+        cache = None
+    if cache is not None and (output := cache.run(*arguments)) is not None:
+        return output
+    check_arguments(input, weight, bias, local_weight)
+    dtype = autocast_dtype(input.device) or input.dtype
     window, local_window = window_of(weight), None if local_weight is None else window_of(local_weight)
-    compiling = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if cache is not None and not compiling and torch.is_grad_enabled() and weight.requires_grad:
+    name = BACKENDS.select(Call(input.device, dtype, window, local_window), backend).name
+    if cache is not None:
         # A training step may follow, and fused optimisers change weights without counting it.
         cache.clear()
-    name = BACKENDS.select(Call(input.device, dtype, window, local_window), backend).name
-    if (
-        cache is not None
-        and not compiling
-        and hasattr(functions_of(name), "prepare")
-        and _cacheable(weight)
-        and _cacheable(local_weight)
-        and type(input) is Tensor
-        and input.numel() > 0
-    ):
-        prepared = cache.get(name, weight, local_weight, shortcut, dtype)
-        return functions_of(name).forward_prepared(input, prepared, bias)
-    if autocast:
-        weight = weight.to(dtype)
-        local_weight = local_weight if local_weight is None else local_weight.to(dtype)
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        cache.prepare(*arguments, functions_of(name), dtype)
+        if (output := cache.run(*arguments)) is not None:
+            return output
+    input, weight = input.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    local_weight = None if local_weight is None else local_weight.to(dtype)
+    if _inside_a_transform():
         # Registered operators do not nest in torch.func's transforms and lose forward-mode tangents; plain ones do not.
         return matmul.forward(input, weight, bias, shortcut, local_weight)
     return torch.ops.spotlights.wbmm2d(input, weight, bias, shortcut, local_weight, name)

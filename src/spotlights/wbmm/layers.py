@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlights.wbmm.backends import BACKENDS
-from spotlights.wbmm.functional import PreparedCache, apply, check_arguments
+from spotlights.wbmm.functional import PreparedCache, apply
 
 
 class WBMM2d(nn.Module):
@@ -84,7 +84,6 @@ class WBMM2d(nn.Module):
         return super()._apply(fn, recurse)
 
     def forward(self, input: Tensor) -> Tensor:
-        check_arguments(input, self.weight, self.bias, None)
         cache = None if self.training else self._prepared
         return apply(input, self.weight, self.bias, self.shortcut, None, self.backend, cache)
 

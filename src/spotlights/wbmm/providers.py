@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spotlights.wbmm import reference
 from spotlights.wbmm.backends import BACKENDS, Call
-from spotlights.wbmm.functional import PreparedCache, apply, check_arguments, count_multiply_adds
+from spotlights.wbmm.functional import PreparedCache, apply, count_multiply_adds
 from spotlights.wbmm.layers import WBMM2d
 from spotlights.wbmm.windows import join_windows, layout_of, split_windows
 
@@ -163,7 +163,6 @@ def _two_tables(
             cache = None if train else PreparedCache()
 
             def operator(input: Tensor) -> Tensor:
-                check_arguments(input, weight, None, local_weight)
                 return apply(input, weight, None, False, local_weight, name, cache)
 
             return operator
