@@ -45,7 +45,7 @@ library = Extension(
     sources=["csrc/wbmm.cpp"],
     depends=["csrc/wbmm.h", "csrc/wbmm_body.inc"],
     language="c++",
-    extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O3", "-std=c++17", "-Wno-psabi", "-g0"],
+    extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O2", "-std=c++17", "-Wno-psabi", "-g0"],
     export_symbols=EXPORTS,
     optional=True,  # without a compiler the package installs and computes with torch alone
 )

@@ -99,14 +99,13 @@ struct Table {
 #define SPOTLIGHTS_X86 1
 #endif
 
-// On aarch64 a vector is a pair of registers: fuller cache lines for the same work.
 #define LEVEL baseline
-#if SPOTLIGHTS_X86
 #define LANES 4
-#else
-#define LANES 8
-#endif
+#if SPOTLIGHTS_X86
 #define REGISTERS 16
+#else
+#define REGISTERS 32
+#endif
 #include "wbmm_body.inc"
 #undef LEVEL
 #undef LANES

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "../../csrc/wbmm.h"
@@ -42,8 +41,8 @@ static std::vector<double> random_numbers(size_t count, unsigned seed) {
 }
 
 // The items one by one, the last first: none may need another.
-static int32_t backwards_for(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* context) {
-    while (end-- > begin) body(end, end + 1, context);
+static int32_t backwards_for(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* data) {
+    while (end-- > begin) body(end, end + 1, data);
     return 0;
 }
 
@@ -84,7 +83,8 @@ struct Problem {
     const std::vector<double> table = random_numbers<float>(c.channels * entries, 3);
     const std::vector<double> local = random_numbers<float>(c.channels * local_entries, 4);
     const std::vector<double> bias = random_numbers<float>(c.channels, 5);
-    std::vector<double> plain = x, turned = x, gradient = std::vector<double>(c.channels * entries);  // with the shortcut
+    std::vector<double> plain = x, turned = x;  // the shortcut
+    std::vector<double> gradient = std::vector<double>(c.channels * entries);
 
     explicit Problem(const Case& c) : c(c) {
         for (int64_t map = 0; map < c.batch * c.channels; map++)
@@ -129,7 +129,8 @@ struct Problem {
 
     bool forward(int32_t level, bool x_last, bool y_last, bool turn) const {
         const spotlights_wbmm_shape shape = {c.batch, c.channels, c.height, c.width, c.wh, c.ww, c.lh, c.lw};
-        const std::vector<float> t(table.begin(), table.end()), l(local.begin(), local.end()), b(bias.begin(), bias.end());
+        const std::vector<float> t(table.begin(), table.end()), l(local.begin(), local.end());
+        const std::vector<float> b(bias.begin(), bias.end());
         const Map in = map_of(x, x_last);
         Map out = map_of(std::vector<double>(cells, NAN), y_last);
         const int64_t size = spotlights_wbmm_packed_size(level, &shape);
@@ -137,11 +138,10 @@ struct Problem {
         if (posix_memalign(&packed, 64, size * sizeof(float))) std::abort();
         memset(packed, 0xff, size * sizeof(float));
         const auto run = turn ? backwards_for : spotlights_serial_for;
-        int32_t code = spotlights_wbmm_pack(run, level, &shape, t.data(), two_tables ? l.data() : nullptr, turn, 1,
-                                            static_cast<float*>(packed));
-        code |= spotlights_wbmm_forward(run, level, &shape, dtype, in.values.data(), in.stride,
-                                        static_cast<float*>(packed), turn ? nullptr : b.data(), out.values.data(),
-                                        out.stride, turn ? 64 : 1);
+        float* const p = static_cast<float*>(packed);
+        int32_t code = spotlights_wbmm_pack(run, level, &shape, t.data(), two_tables ? l.data() : nullptr, turn, 1, p);
+        code |= spotlights_wbmm_forward(run, level, &shape, dtype, in.values.data(), in.stride, p,
+                                        turn ? nullptr : b.data(), out.values.data(), out.stride, turn ? 64 : 1);
         free(packed);
         const std::vector<double>& expected = turn ? turned : plain;
         const double largest = largest_of(expected), rounding = sizeof(T) == 4 ? 0 : 1 / 256.0;
@@ -190,10 +190,7 @@ int main() {
         {2, 20, 28, 28, 14, 14, 7, 7}, {1, 33, 17, 26, 8, 12, 4, 3}, {2, 5, 10, 37, 4, 32, 2, 16},
         {1, 16, 9, 13, 9, 20, 1, 1}, {1, 8, 6, 41, 2, 40, 2, 20}, {1, 3, 21, 9, 14, 14, 7, 7}};
     bool right = true;
-    for (const Case& c : cases) {
-        right &= Problem<float>(c).check();
-        right &= Problem<bfloat16>(c).check();
-    }
+    for (const Case& c : cases) right = Problem<float>(c).check() && Problem<bfloat16>(c).check() && right;
     right &= spotlights_multiply_adds(backwards_for, 0, 2, 10) % (2 * 10 * 12) == 0;
     std::printf("levels %d, worst relative error %.2e\n", spotlights_best_level() + 1, worst);
     return right ? 0 : 1;

@@ -98,7 +98,7 @@ def load() -> NativeLibrary | str:
 def peak_flops(seconds: float = 0.2) -> float | None:
     """Return the FLOP/s of float32 multiply-adds in registers on torch's threads: the roof of every kernel.
 
-    The best of many short runs within that time; None without the library.
+    The best of several runs, of milliseconds, within that time; None without the library.
 
     Example:
         >>> peak = peak_flops(0.01)
@@ -110,7 +110,7 @@ def peak_flops(seconds: float = 0.2) -> float | None:
         return None
     best, end = 0.0, time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
-        tasks, iterations = ctypes.c_int64(native.threads), ctypes.c_int64(20_000)
+        tasks, iterations = ctypes.c_int64(native.threads), ctypes.c_int64(500_000)
         count = native.functions.spotlights_multiply_adds(native.runner, native.level, tasks, iterations)
         best = max(best, 2 * count / (time.perf_counter() - start))
     return best
