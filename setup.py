@@ -9,6 +9,7 @@ from setuptools.command.build_ext import build_ext
 SUFFIX = ".dll" if os.name == "nt" else ".so"
 EXPORTS = [
     "spotlights_best_level",
+    "spotlights_dots_pay",
     "spotlights_multiply_adds",
     "spotlights_serial_for",
     "spotlights_wbmm_forward",
@@ -43,7 +44,7 @@ class UniversalWheel(bdist_wheel):
 library = Extension(
     "spotlights.lib.libspotlights",
     sources=["csrc/wbmm.cpp"],
-    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc"],
+    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc", "csrc/wbmm_dot.inc"],
     language="c++",
     extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O2", "-std=c++17", "-Wno-psabi", "-g0"],
     export_symbols=EXPORTS,

@@ -1,5 +1,6 @@
 #include "wbmm.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -54,6 +55,13 @@ struct Part {
     Geometry geometry;
 };
 
+// Windows of one kind and blocks of channels that are packed and computed together.
+struct Item {
+    const Part* part;
+    int64_t block, blocks, count;
+    int64_t x_at[kMostGroup], y_at[kMostGroup];  // where the windows start in the maps
+};
+
 struct Job {
     spotlights_wbmm_shape shape;
     const void* x;
@@ -70,6 +78,19 @@ struct Job {
     float *sums, *gradient;
     int64_t lanes;
     int32_t no_memory;
+    bool large;  // more than the second-level caches hold
+
+    void item(int64_t index, int64_t all_blocks, Item& item) const {
+        const int64_t pieces = ::parts(all_blocks, blocks);
+        const Part* p = parts;
+        while (index >= p->groups * pieces) index -= p++->groups * pieces;
+        const int64_t first = index / pieces * group;
+        item.part = p;
+        item.block = index % pieces * blocks;
+        item.blocks = least(blocks, all_blocks - item.block);
+        item.count = least(group, p->windows - first);
+        offsets(*p, first, item.count, item.x_at, item.y_at);
+    }
 
     // Where `count` windows start in the two maps, from the one numbered `first` on.
     void offsets(const Part& p, int64_t first, int64_t count, int64_t* x_at, int64_t* y_at) const {
@@ -87,6 +108,43 @@ struct Job {
     }
 };
 
+// Fetches the next item's maps bit by bit while this one is computed, so that memory does not wait for arithmetic.
+struct Ahead {
+    const Item& next;
+    const char *x, *y;
+    int64_t size, bytes, pixels, n = 0, i = 0, j = 0;
+
+    // `steps`: how often `step` will be called.
+    Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps) : next(next), size(size) {
+        pixels = 0;
+        const bool rows = job.strides.x_channel == 1 && job.strides.y_channel == 1;
+        if (!job.large || !rows || !next.count) return;
+        const int64_t start = next.block * lanes, channels = least(next.blocks * lanes, job.shape.channels - start);
+        const Geometry& g = next.part->geometry;
+        x = (const char*)job.x + start * size;
+        y = (const char*)job.y + start * size;
+        bytes = channels * size;
+        pixels = parts(next.count * g.rows * g.width, steps);
+    }
+
+    void step(const Strides& s) {
+        for (int64_t k = 0; k < pixels; k++) {
+            if (n == next.count) return;
+            const char* from = x + (next.x_at[n] + i * s.x_row + j * s.x_column) * size;
+            const char* to = y + (next.y_at[n] + i * s.y_row + j * s.y_column) * size;
+            for (int64_t at = 0; at < bytes; at += 64) {
+                __builtin_prefetch(from + at, 0, 2);
+                __builtin_prefetch(to + at, 1, 2);
+            }
+            if (++j < next.part->geometry.width) continue;
+            j = 0;
+            if (++i < next.part->geometry.rows) continue;
+            i = 0;
+            n++;
+        }
+    }
+};
+
 struct Table {
     int64_t near_rows, near_pitch, far_rows, far_pitch;
     int64_t near_size() const { return near_rows * near_pitch; }
@@ -96,8 +154,11 @@ struct Table {
 }  // namespace
 
 #if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
 #define SPOTLIGHTS_X86 1
 #endif
+
+#define INLINE static inline __attribute__((always_inline))
 
 #define LEVEL baseline
 #define LANES 4
@@ -135,6 +196,13 @@ struct Table {
 #undef LANES
 #undef REGISTERS
 #pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16,avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
+#define LANES 16
+#include "wbmm_dot.inc"
+#undef LANES
+#pragma GCC pop_options
 #endif
 
 namespace {
@@ -144,28 +212,39 @@ struct Kernels {
     void (*forward[2])(int64_t, int64_t, void*);
     void (*weight_gradient[2])(int64_t, int64_t, void*);
     void (*multiply_adds)(int64_t, int64_t, void*);
+    void (*pair_rows)(float*, int64_t, int64_t);  // what the table needs for bfloat16 maps, or null
 };
 
-#define KERNELS(level, lanes)                                                     \
-    Kernels {                                                                     \
-        lanes, level::kMostTile, level::kRegisters, {level::forward<float>, level::forward<bfloat16>}, \
-            {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::multiply_adds \
+#define KERNELS(level)                                                                                               \
+    Kernels {                                                                                                        \
+        sizeof(level::vec) / 4, level::kMostTile, level::kRegisters,                                                 \
+            {level::forward<level::Fma, float>, level::forward<level::Fma, bfloat16>},                               \
+            {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::multiply_adds, nullptr         \
     }
 
 Kernels kernels_of(int32_t level) {
 #if SPOTLIGHTS_DISPATCH
-    if (level == SPOTLIGHTS_AVX512) return KERNELS(avx512, 16);
-    if (level == SPOTLIGHTS_AVX2) return KERNELS(avx2, 8);
+    if (level >= SPOTLIGHTS_AVX512) {
+        Kernels k = KERNELS(avx512);
+        if (level == SPOTLIGHTS_AVX512_BF16) {
+            k.forward[SPOTLIGHTS_BFLOAT16] = avx512::forward<avx512::Dot, bfloat16>;
+            k.pair_rows = avx512::pair_rows;
+        }
+        return k;
+    }
+    if (level == SPOTLIGHTS_AVX2) return KERNELS(avx2);
 #else
     (void)level;
 #endif
-    return KERNELS(baseline, sizeof(baseline::vec) / 4);
+    return KERNELS(baseline);
 }
 
 bool valid(const spotlights_wbmm_shape& s) {
     return s.batch >= 0 && s.channels >= 0 && s.height >= 0 && s.width >= 0 && s.wh > 0 && s.ww > 0 && s.lh > 0 &&
            s.lw > 0 && s.wh % s.lh == 0 && s.ww % s.lw == 0;
 }
+
+bool known(int32_t dtype) { return dtype == SPOTLIGHTS_FLOAT32 || dtype == SPOTLIGHTS_BFLOAT16; }
 
 bool two_tables(const spotlights_wbmm_shape& s) { return s.lh != s.wh || s.lw != s.ww; }
 
@@ -216,6 +295,7 @@ struct Pack {
     float* packed;
     int64_t lanes;
     bool turned, shortcut;
+    void (*pair_rows)(float*, int64_t, int64_t);
 };
 
 // Adds the (2*rows-1, 2*columns-1) entries about the centre of `from`, a table (2*h-1, 2*w-1), to one lane of `to`.
@@ -252,6 +332,10 @@ void pack_blocks(int64_t begin, int64_t end, void* context) {
                 add_table(p, table, s.wh, s.ww, s.wh, s.ww, far + lane, p.layout.far_pitch, p.layout.far_rows);
             if (p.shortcut)
                 near[(p.layout.near_rows / 2 * p.layout.near_pitch + p.layout.near_pitch / 2) * p.lanes + lane] += 1;
+        }
+        if (p.pair_rows) {
+            p.pair_rows(near, p.layout.near_rows, p.layout.near_pitch);
+            p.pair_rows(far, p.layout.far_rows, p.layout.far_pitch);
         }
     }
 }
@@ -293,6 +377,7 @@ int32_t finish(int32_t code) { return code == 0 ? SPOTLIGHTS_OK : SPOTLIGHTS_THR
 constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
 constexpr int64_t kGroupPositions = 90;  // of windows that are packed together, so that they stay in the first-level
 constexpr int64_t kMostBlocks = 4;       // cache; as are neighbouring blocks of channels, which fill whole lines
+constexpr int64_t kLarge = 1 << 20;        // bytes of maps per thread
 constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
 }  // namespace
@@ -307,10 +392,29 @@ int32_t spotlights_best_level(void) {
 #if SPOTLIGHTS_DISPATCH
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512bw"))
-        return SPOTLIGHTS_AVX512;
+        return __builtin_cpu_supports("avx512bf16") ? SPOTLIGHTS_AVX512_BF16 : SPOTLIGHTS_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return SPOTLIGHTS_AVX2;
 #endif
     return SPOTLIGHTS_BASELINE;
+}
+
+int32_t spotlights_dots_pay(void) {
+#if SPOTLIGHTS_DISPATCH
+    if (spotlights_best_level() < SPOTLIGHTS_AVX512_BF16) return 0;
+    void (*const loops[2])(int64_t, int64_t, void*) = {avx512::multiply_adds, avx512::dots};
+    double best[2] = {1e9, 1e9};
+    for (int round = 0; round < 10; round++)
+        for (int k = 0; k < 2; k++) {
+            int64_t iterations = 2000;
+            const auto start = std::chrono::steady_clock::now();
+            loops[k](0, 1, &iterations);
+            const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+            if (taken.count() < best[k]) best[k] = taken.count();
+        }
+    return best[1] < 1.6 * best[0];  // one instruction does the work of two; packing pairs costs a little
+#else
+    return 0;
+#endif
 }
 
 int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* shape) {
@@ -319,10 +423,11 @@ int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* 
 }
 
 int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
-                             const float* table, const float* local, int32_t turned, int32_t shortcut, float* packed) {
-    if (!valid(*shape)) return SPOTLIGHTS_BAD_ARGUMENT;
+                             int32_t dtype, const float* table, const float* local, int32_t turned, int32_t shortcut, float* packed) {
+    if (!valid(*shape) || !known(dtype)) return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
-    Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, k.lanes, turned != 0, shortcut != 0};
+    Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, k.lanes, turned != 0, shortcut != 0,
+           dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr};
     return finish(run(0, parts(shape->channels, k.lanes), 1, pack_blocks, &p));
 }
 
@@ -330,7 +435,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
                                 int32_t dtype, const void* input, const int64_t* input_stride, const float* packed,
                                 const float* bias, void* output, const int64_t* output_stride, int32_t threads) {
     const spotlights_wbmm_shape& s = *shape;
-    if (!valid(s) || (dtype != SPOTLIGHTS_FLOAT32 && dtype != SPOTLIGHTS_BFLOAT16)) return SPOTLIGHTS_BAD_ARGUMENT;
+    if (!valid(s) || !known(dtype)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
@@ -340,6 +445,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     job.packed = packed;
     job.bias = bias;
     job.table_size = table_of(s, k.most_tile).size();
+    job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge * threads;
     const int64_t blocks = parts(s.channels, k.lanes);
     int64_t groups = 0;
     for (const Part& p : job.parts) groups += p.groups;
@@ -354,8 +460,7 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
                                         int32_t dtype, const void* grad_output, const int64_t* grad_stride,
                                         const void* input, const int64_t* input_stride, float* gradient) {
     const spotlights_wbmm_shape& s = *shape;
-    if (!valid(s) || two_tables(s) || s.batch * s.channels * s.height * s.width == 0 ||
-        (dtype != SPOTLIGHTS_FLOAT32 && dtype != SPOTLIGHTS_BFLOAT16))
+    if (!valid(s) || two_tables(s) || s.batch * s.channels * s.height * s.width == 0 || !known(dtype))
         return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, const_cast<void*>(grad_output), grad_stride);

@@ -139,12 +139,14 @@ struct Problem {
         memset(packed, 0xff, size * sizeof(float));
         const auto run = turn ? backwards_for : spotlights_serial_for;
         float* const p = static_cast<float*>(packed);
-        int32_t code = spotlights_wbmm_pack(run, level, &shape, t.data(), two_tables ? l.data() : nullptr, turn, 1, p);
+        int32_t code = spotlights_wbmm_pack(run, level, &shape, dtype, t.data(), two_tables ? l.data() : nullptr, turn, 1, p);
         code |= spotlights_wbmm_forward(run, level, &shape, dtype, in.values.data(), in.stride, p,
                                         turn ? nullptr : b.data(), out.values.data(), out.stride, turn ? 64 : 1);
         free(packed);
         const std::vector<double>& expected = turn ? turned : plain;
-        const double largest = largest_of(expected), rounding = sizeof(T) == 4 ? 0 : 1 / 256.0;
+        // Dot products round the table to bfloat16 too.
+        const double slack = sizeof(T) == 2 && level == SPOTLIGHTS_AVX512_BF16 ? 1000 : 1;
+        const double largest = slack * largest_of(expected), rounding = sizeof(T) == 4 ? 0 : 1 / 256.0;
         bool failed = false;
         for (int64_t n = 0; n < cells; n++)
             compare(turn ? "turned output" : "output", c, level, code ? NAN : to_double(out.values[place(out, n)]),

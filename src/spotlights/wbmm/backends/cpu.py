@@ -66,6 +66,7 @@ def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: 
     library.call(
         "spotlights_wbmm_pack",
         ctypes.byref(shape),
+        _DTYPES[dtype],
         _pointer(table),
         _pointer(local),
         0,
