@@ -256,6 +256,10 @@ Table table_of(const spotlights_wbmm_shape& s, int64_t most_tile) {
     return t;
 }
 
+int64_t tile_for(const spotlights_wbmm_shape& s, int64_t width, int64_t most_tile) {
+    return width > s.lw ? divisor_of(s.lw, most_tile) : tile_of(width, most_tile);
+}
+
 void divide(Job& job, int64_t most_tile, int64_t most_group) {
     const spotlights_wbmm_shape& s = job.shape;
     const Table table = table_of(s, most_tile);
@@ -275,7 +279,7 @@ void divide(Job& job, int64_t most_tile, int64_t most_group) {
         p.windows = s.batch * p.down * p.across;
         p.groups = parts(p.windows, most_group);
         if (!p.windows) continue;
-        p.tile = g.width > s.lw ? divisor_of(s.lw, most_tile) : tile_of(g.width, most_tile);
+        p.tile = tile_for(s, g.width, most_tile);
         g.lh = s.lh;
         g.lw = s.lw;
         g.tiles = parts(g.width, p.tile);
@@ -439,7 +443,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
-    const int64_t at_once = windows_at_once(k.registers, two_tables(s) ? divisor_of(s.lw, k.most_tile) : tile_of(s.ww, k.most_tile));
+    const int64_t at_once = windows_at_once(k.registers, tile_for(s, s.ww, k.most_tile));
     const int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
     divide(job, k.most_tile, least(kMostGroup, group));
     job.packed = packed;

@@ -172,11 +172,7 @@ def peak_flops(device: torch.device | str = "cpu") -> float | None:
         >>> peak is None or peak > 1e8
         True
     """
-    measure = getattr(native, "peak_flops", None)
-    if torch.device(device).type != "cpu" or measure is None:
-        return None
-    peak = measure()
-    return None if peak is None else float(peak)
+    return native.peak_flops() if torch.device(device).type == "cpu" else None
 
 
 def keep_memory_warm() -> bool:

@@ -17,10 +17,8 @@ from spotlights.wbmm.bench_report import RESULTS, baseline_table, case_table, pr
 
 
 class _Screen:
-    def __init__(self, progress: EpochProgress, cases: int) -> None:
+    def __init__(self, progress: EpochProgress) -> None:
         self.progress = progress
-        self.cases = cases
-        self.done = 0
 
     def step(self, epoch: int, step: int, steps: int) -> None:
         self.progress.step(epoch, step, steps)
@@ -74,7 +72,6 @@ def run_bench(
         keep_memory_warm()
     peaks = {"peak_flops": peak_flops(device), "copy_bandwidth": copy_bandwidth(device)}
     with EpochProgress(len(cases), unit="case") as progress:
-        screen = _Screen(progress, len(cases))
         run_cases(
             cases,
             results,
@@ -83,7 +80,7 @@ def run_bench(
             dtype=DTYPES[dtype],
             train=train,
             rounds=rounds,
-            watcher=screen,
+            watcher=_Screen(progress),
         )
     if not results.rows:
         raise UserError("nothing was measured: every case was left out")

@@ -67,6 +67,15 @@ def wbmm2d(
     return apply(input, weight, bias, shortcut, local_weight, backend, cache=None)
 
 
+class _Arguments(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shortcut: bool
+    local_weight: Tensor | None
+    backend: str | None
+
+
 class _Entry(NamedTuple):
     """What was prepared, and everything it holds for."""
 
@@ -99,16 +108,9 @@ class PreparedCache:
     def clear(self) -> None:
         self._entry = None
 
-    def run(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        shortcut: bool,
-        local_weight: Tensor | None,
-        backend: str | None,
-    ) -> Tensor | None:
+    def run(self, arguments: _Arguments) -> Tensor | None:
         """Return the output where an earlier call prepared for all of this, else None. Needs no checked arguments."""
+        input, weight, bias, shortcut, local_weight, backend = arguments
         entry = self._entry
         if (
             entry is None
@@ -129,18 +131,9 @@ class PreparedCache:
             return None
         return entry.run(input.to(dtype), entry.prepared, None if bias is None else bias.to(dtype))
 
-    def prepare(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        shortcut: bool,
-        local_weight: Tensor | None,
-        backend: str | None,
-        chosen: ModuleType,
-        dtype: torch.dtype,
-    ) -> None:
+    def prepare(self, arguments: _Arguments, chosen: ModuleType, dtype: torch.dtype) -> None:
         """Prepare checked arguments for ``run``, where that is safe."""
+        input, weight, bias, shortcut, local_weight, backend = arguments
         if (
             hasattr(chosen, "prepare")
             and _nothing_watches(input, weight, bias, local_weight)
@@ -202,10 +195,10 @@ def apply(
     cache: PreparedCache | None,
 ) -> Tensor:
     """Compute :func:`wbmm2d`, keeping the prepared weight in ``cache`` where that is safe."""
-    arguments = (input, weight, bias, shortcut, local_weight, backend)
+    arguments = _Arguments(input, weight, bias, shortcut, local_weight, backend)
     if torch.compiler.is_compiling():
         cache = None
-    if cache is not None and (output := cache.run(*arguments)) is not None:
+    if cache is not None and (output := cache.run(arguments)) is not None:
         return output
     check_arguments(input, weight, bias, local_weight)
     dtype = autocast_dtype(input.device) or input.dtype
@@ -214,8 +207,8 @@ def apply(
     if cache is not None:
         # A training step may follow, and fused optimisers change weights without counting it.
         cache.clear()
-        cache.prepare(*arguments, functions_of(name), dtype)
-        if (output := cache.run(*arguments)) is not None:
+        cache.prepare(arguments, functions_of(name), dtype)
+        if (output := cache.run(arguments)) is not None:
             return output
     input, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
