@@ -14,7 +14,7 @@ from PIL import Image
 
 from spotlights.cli import main
 from spotlights.runtime.errors import UserError
-from spotlights.wbmm.cli import needs_vision
+from spotlights.wbmm.cli.common import needs_vision
 
 SMALL = ["--epochs", "1", "--batch-size", "8", "--accelerator", "cpu", "--image-size", "28"]
 

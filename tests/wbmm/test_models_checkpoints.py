@@ -151,10 +151,68 @@ def test_another_architecture(kwargs, message):
     assert torch.equal(network.stem[0].weight, before)
 
 
-def test_folded_checkpoint():
-    state = {"downsample_layers.0.0.weight": torch.zeros(8, 3, 3, 3), "stages.1.0.dwconv.R_fused": torch.zeros(32, 169)}
-    with pytest.raises(ValueError, match="folded network"):
-        load_original_checkpoint(network_of("p_like"), state)
+def folded_state_of(name):
+    return load_file(FIXTURES / f"{name}.fused_compact.safetensors")
+
+
+@pytest.mark.parametrize(("name", "input_size"), [("t_like", None), ("p_like", 224), ("p_like", (200, 224))])
+def test_folded_logits_of_the_release(name, input_size):
+    network = network_of(name, inference_mode=True, input_size=input_size)
+    load_original_checkpoint(network, {"model": folded_state_of(name)})
+    data = load_file(FIXTURES / f"{name}.io.safetensors")
+    with torch.no_grad():
+        logits = network(data["x"])
+        assert relative_error(logits, data["logits_fused_compact"]) < 1e-5
+        # A folded file is the same network as the one it was made from.
+        whole = network_of(name)
+        load_original_checkpoint(whole, FIXTURES / f"{name}.state.safetensors")
+        assert relative_error(logits, whole(data["x"])) < 1e-5
+
+
+def test_folded_file_through_timm(tmp_path):
+    path = tmp_path / "folded.safetensors"
+    save_file(folded_state_of("p_like"), path)
+    kwargs = arguments_of("p_like") | {"inference_mode": True, "input_size": 224}
+    overlay = {"file": str(path), "num_classes": 10}
+    network = timm.create_model("wbmm_pico", pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
+    data = load_file(FIXTURES / "p_like.io.safetensors")
+    with torch.no_grad():
+        assert relative_error(network(data["x"]), data["logits_fused_compact"]) < 1e-5
+        with pytest.raises(ValueError, match=r"got a map of \(8, 7\), expected at most \(7, 7\)"):
+            network(torch.zeros(1, 3, 225, 224))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("p_like", {}, r"it holds R_fused.*inference_mode=True"),
+        ("p_like", {"inference_mode": True}, "side branches.*inference_mode=True and input_size, 224"),
+        ("t_like", {}, r"it holds R_fused.*inference_mode=True"),
+    ],
+)
+def test_folded_file_in_another_network(name, kwargs, message):
+    network = network_of(name, **kwargs)
+    before = network.stem[0].weight.clone()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_original_checkpoint(network, folded_state_of(name))
+    assert "\n" not in str(caught.value)
+    assert torch.equal(network.stem[0].weight, before)
+
+
+def test_file_that_is_not_folded_in_a_folded_network():
+    with pytest.raises(ValueError, match=r"made without inference_mode, then call spotlights\.wbmm\.reparameterize"):
+        load_original_checkpoint(network_of("t_like", inference_mode=True), state_of("t_like"))
+
+
+def test_own_folded_state():
+    folded = network_of("p_like", inference_mode=True)
+    other = network_of("p_like", inference_mode=True)
+    with torch.no_grad():
+        other.stages[3].blocks[0].op.conv5.weight.fill_(1)
+    load_original_checkpoint(other, folded.state_dict())
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in folded.state_dict().items())
+    with pytest.raises(ValueError, match=r"inference_mode=True, or call spotlights\.wbmm\.reparameterize"):
+        load_original_checkpoint(network_of("p_like"), folded.state_dict())
 
 
 class Payload:

@@ -5,6 +5,14 @@ in :mod:`spotlights.wbmm.models`, which needs the ``vision`` extra.
 """
 
 from spotlights.wbmm.functional import wbmm2d
-from spotlights.wbmm.layers import WBMM2d
+from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
+from spotlights.wbmm.reparam import reparameterize, resize_window
 
-__all__ = ["WBMM2d", "wbmm2d"]
+__all__ = [
+    "FoldedWBMM2d",
+    "HierarchicalWBMM2d",
+    "WBMM2d",
+    "reparameterize",
+    "resize_window",
+    "wbmm2d",
+]

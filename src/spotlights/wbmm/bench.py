@@ -259,7 +259,7 @@ def _measure(
     calls: dict[str, Callable[[], object]] = {}
     rows: list[Row] = []
     shared: dict[tuple[int, str], Tensor] = {}
-    with _exact_float32():
+    with exact_float32():
         for index, provider in enumerate(found):
             report.checked(index, len(found))
             if provider.taps * elements > _MOST_TAPS[device.type]:
@@ -326,8 +326,8 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
-    # Without this, cuDNN convolves float32 in TF32, and nothing else here does.
+def exact_float32() -> Iterator[None]:
+    """Keep cuDNN from convolving float32 in TF32, which nothing else here does."""
     flags = {"enabled": True, "benchmark": True, "deterministic": False, "allow_tf32": False}
     with torch.backends.cudnn.flags(**flags):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +166,10 @@ def _case_text(row: Row) -> str:
     return f"C={row['channels']} B={row['batch']} {row['height']}x{row['width']}"
 
 
+def _operator_case_text(row: Row) -> str:
+    return f"{_case_text(row)} {row['task']}"
+
+
 def fraction(row: Row, of: str) -> float | None:
     """Return the part of the measured peak ("flops") or copy bandwidth ("bytes") that a row reaches."""
     top = row.get({"flops": "peak_flops", "bytes": "copy_bandwidth"}[of])
@@ -180,9 +184,10 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _rich_table(
+def rich_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], title: str, stressed: Iterable[int] = ()
 ) -> Table:
+    """Return a table for the terminal: the first column names the rows, ``stressed`` ones are bold."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -198,7 +203,7 @@ def case_table(rows: Sequence[Row]) -> Table:
     """Return the table of one case: ours bold, every other with its time as a multiple of ours."""
     columns, body, stressed = _case_cells(rows)
     first = rows[0]
-    return _rich_table(columns, body, f"{_case_text(first)}, {first['dtype']}, {first['task']}", stressed)
+    return rich_table(columns, body, f"{_case_text(first)}, {first['dtype']}, {first['task']}", stressed)
 
 
 def _case_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[int]]:
@@ -265,11 +270,13 @@ def print_summary(rows: Sequence[Row]) -> None:
     for task in tasks_of(rows):
         members = of_task(rows, task)
         for title, columns, body in summary_tables(members):
-            console.print(_rich_table(columns, body, f"{', '.join(task)}: {title}"))
+            console.print(rich_table(columns, body, f"{', '.join(task)}: {title}"))
         console.print(verdict(members), soft_wrap=True)
 
 
-def baseline_table(rows: Sequence[Row], baseline: Sequence[Row]) -> tuple[str, Table | None]:
+def baseline_table(
+    rows: Sequence[Row], baseline: Sequence[Row], case_text: Callable[[Row], str] = _operator_case_text
+) -> tuple[str, Table | None]:
     """Return one line on the comparison with earlier rows, and the table of changes above 10 %."""
     found = compare(rows, baseline)
     changed = [change for change in found if abs(math.log(change.ratio)) > math.log1p(_CHANGED)]
@@ -279,15 +286,15 @@ def baseline_table(rows: Sequence[Row], baseline: Sequence[Row]) -> tuple[str, T
     body = [
         [
             change.provider,
-            f"{_case_text(dict(change.case))} {dict(change.case)['task']}",
+            case_text(dict(change.case)),
             f"{1000 * change.before:.3f}",
             f"{1000 * change.now:.3f}",
             f"{100 * (change.ratio - 1):+.0f} %",
         ]
         for change in sorted(changed, key=lambda change: -change.ratio)
     ]
-    columns = ["operator", "case", "ms then", "ms now", "time"]
-    return line, _rich_table(columns, body, "against the baseline, by the control kernel's pace")
+    columns = ["what", "case", "ms then", "ms now", "time"]
+    return line, rich_table(columns, body, "against the baseline, by the control kernel's pace")
 
 
 # One colour and marker for each in every picture.

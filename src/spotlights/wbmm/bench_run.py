@@ -56,20 +56,13 @@ def run_bench(
     """
     from rich.console import Console
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: got cuda, but torch sees no CUDA device")
     earlier = None if baseline is None else read_table(baseline)
-    folder = None if out is None else _folder(Path(out))
-    machine = environment(device)
-    same = {**machine, "device": device, "dtype": dtype}
-    results = Results(None if folder is None else folder / RESULTS, same)
+    folder, machine = prepare_run(device, out)
+    results = Results(folder and folder / RESULTS, {**machine, "device": device, "dtype": dtype})
     cases = SUITES[suite] if isinstance(suite, str) else tuple(suite)
 
     console = Console(highlight=False, markup=False)
     console.print(machine["machine"], soft_wrap=True)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks up where there is no GPU
-    if device == "cpu":
-        keep_memory_warm()
     peaks = {"peak_flops": peak_flops(device), "copy_bandwidth": copy_bandwidth(device)}
     with EpochProgress(len(cases), unit="case") as progress:
         run_cases(
@@ -93,6 +86,21 @@ def run_bench(
     if folder is not None:
         console.print(f"report: {write_report(folder / RESULTS)}", soft_wrap=True)
     return results.rows
+
+
+def prepare_run(device: str, out: str | Path | None) -> tuple[Path | None, Row]:
+    """Check the device, open the folder, make the process fit for timing; return folder and environment's columns.
+
+    Raises:
+        UserError: no such device, or an unusable folder.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: got cuda, but torch sees no CUDA device")
+    folder = None if out is None else _folder(Path(out))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks up where there is no GPU
+    if device == "cpu":
+        keep_memory_warm()
+    return folder, environment(device)
 
 
 def _folder(folder: Path) -> Path:

@@ -8,7 +8,17 @@ Example:
 
 from .checkpoints import checkpoint_filter_fn, load_original_checkpoint
 from .network import WBMMNet
-from .zoo import wbmm_atto, wbmm_nano, wbmm_pico, wbmm_small, wbmm_small_dense, wbmm_tiny, wbmm_tiny_dense
+from .zoo import (
+    wbmm_atto,
+    wbmm_nano,
+    wbmm_pico,
+    wbmm_small,
+    wbmm_small_dense,
+    wbmm_small_hier,
+    wbmm_tiny,
+    wbmm_tiny_dense,
+    wbmm_tiny_hier,
+)
 
 __all__ = [
     "WBMMNet",
@@ -19,6 +29,8 @@ __all__ = [
     "wbmm_pico",
     "wbmm_small",
     "wbmm_small_dense",
+    "wbmm_small_hier",
     "wbmm_tiny",
     "wbmm_tiny_dense",
+    "wbmm_tiny_hier",
 ]

@@ -5,15 +5,69 @@ from timm.layers import DropPath, LayerNorm2d, SqueezeExcite
 from timm.models import checkpoint_seq
 from torch import Tensor, nn
 
-from spotlights.wbmm.layers import WBMM2d
+from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, parameter_like, wide
+from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
 
-def depthwise(channels: int, kernel_size: int) -> nn.Conv2d:
-    """A depthwise convolution without bias that keeps the map's size (odd kernels)."""
-    return nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=False)
+def depthwise(channels: int, kernel_size: int, bias: bool = False) -> nn.Conv2d:
+    """A depthwise convolution that keeps the map's size (odd kernels)."""
+    return nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=bias)
 
 
-class LocalBranches(nn.Module):
+def depthwise_of(kernel: Tensor, bias: Tensor | None, like: Tensor) -> nn.Conv2d:
+    """A depthwise convolution of this kernel (C, k, k) and bias (C,), as parameters like another one."""
+    conv = depthwise(kernel.shape[0], kernel.shape[-1])
+    conv.weight = parameter_like(kernel[:, None], like)
+    conv.bias = None if bias is None else parameter_like(bias, like)
+    return conv
+
+
+def scale_convolution(conv: nn.Conv2d, scale: Tensor, shift: Tensor) -> None:
+    """Make a convolution's output, in place, scale * output + shift, both (C,)."""
+    if conv.bias is not None:
+        shift = wide(conv.bias) * scale + shift
+    conv.bias = parameter_like(shift, conv.weight)
+    conv.weight = parameter_like(wide(conv.weight) * scale.view(-1, 1, 1, 1), conv.weight)
+
+
+class ConvolutionBeside(Kinded, Foldable):
+    """LocalBranches folded for maps of any size: op(x) + DW5x5(x) on (B, C, H, W).
+
+    Example:
+        >>> ConvolutionBeside(FoldedWBMM2d(8), depthwise(8, 5))(torch.zeros(2, 8, 7, 9)).shape
+        torch.Size([2, 8, 7, 9])
+    """
+
+    def __init__(self, op: FoldedWBMM2d, conv5: nn.Conv2d) -> None:
+        super().__init__()
+        self.op = op
+        self.conv5 = conv5
+
+    @property
+    def state_kind(self) -> str:
+        return "beside"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x) + self.conv5(x)
+
+    @torch.no_grad()
+    def fuse(self, input_size: tuple[int, int] | None = None) -> nn.Module:
+        """This module, or with an `input_size` within one window the operator with the convolution in its table."""
+        if input_size is None or any(i > w for i, w in zip(input_size, self.op.window_size, strict=True)):
+            return self
+        merged = FoldedWBMM2d.of(self.op, single_window=True)
+        table = add_centred(wide(merged.weight), wide(self.conv5.weight)[:, 0])
+        merged.weight = parameter_like(table, merged.weight)
+        return merged
+
+    @torch.no_grad()
+    def absorb(self, scale: Tensor, shift: Tensor) -> None:
+        """Make the output, in place, scale * output + shift, both (C,)."""
+        self.op.absorb(scale, shift)
+        self.conv5.weight = parameter_like(wide(self.conv5.weight) * scale.view(-1, 1, 1, 1), self.conv5.weight)
+
+
+class LocalBranches(Kinded, Foldable):
     """P/N's last stage: BN1(op(x)) + BN2(DW5x5(x)) + BN3(DW3x3(x)), on maps of any size.
 
     Input and output are (B, C, H, W). `op` is the operator, its shortcut included.
@@ -23,7 +77,7 @@ class LocalBranches(nn.Module):
         torch.Size([2, 8, 7, 9])
     """
 
-    def __init__(self, op: nn.Module, channels: int) -> None:
+    def __init__(self, op: WBMM2d | nn.Conv2d, channels: int) -> None:
         super().__init__()
         self.op = op
         self.bn1 = nn.BatchNorm2d(channels)
@@ -35,11 +89,32 @@ class LocalBranches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.bn1(self.op(x)) + self.bn2(self.conv5(x)) + self.bn3(self.conv3(x))
 
+    @property
+    def state_kind(self) -> str:
+        return "branches"
+
+    @torch.no_grad()
+    def fuse(self, input_size: tuple[int, int] | None = None) -> nn.Module:
+        """Both convolutions as one DW 5x5 beside the operator, or in it: see `ConvolutionBeside`."""
+        (scale, shift), (scale5, shift5), (scale3, shift3) = map(affine_of, (self.bn1, self.bn2, self.bn3))
+        shift = shift + shift5 + shift3
+        like = self.conv5.weight
+        kernel = wide(like)[:, 0] * scale5.view(-1, 1, 1)
+        add_centred(kernel, wide(self.conv3.weight)[:, 0] * scale3.view(-1, 1, 1))
+        if isinstance(self.op, nn.Conv2d):
+            if self.op.bias is not None:
+                shift = shift + scale * wide(self.op.bias)
+            small, large = sorted((kernel, wide(self.op.weight)[:, 0] * scale.view(-1, 1, 1)), key=torch.numel)
+            return depthwise_of(add_centred(large, small), shift, like).train(self.training)
+        beside = ConvolutionBeside(FoldedWBMM2d.of(self.op).absorb(scale, shift), depthwise_of(kernel, None, like))
+        return beside.train(self.training).fuse(input_size)
+
 
 class GlobalResponseNorm2d(nn.Module):
     """ConvNeXt V2's global response normalisation of (B, C, H, W): x + weight * x * n + bias, n = |x| / mean_c |x|.
 
     |x| is the norm over H and W. Written as x * (1 + weight * n) + bias, so that the map is read and written once.
+    A folded network has the bias in the layer behind, and None here.
 
     Example:
         >>> x = torch.ones(1, 4, 3, 3)
@@ -51,7 +126,7 @@ class GlobalResponseNorm2d(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         # Squares are summed in FP32 at least. The tiny number keeps the root's gradient finite for an all-zero channel;
@@ -60,7 +135,7 @@ class GlobalResponseNorm2d(nn.Module):
         norm = (wide.square().sum(dim=(2, 3), keepdim=True) + 1e-20).sqrt()
         ratio = norm / (norm.mean(dim=1, keepdim=True) + self.eps)
         scale = 1 + self.weight.view(1, -1, 1, 1) * ratio.to(x.dtype)
-        return torch.addcmul(self.bias.view(1, -1, 1, 1), x, scale)
+        return x * scale if self.bias is None else torch.addcmul(self.bias.view(1, -1, 1, 1), x, scale)
 
 
 class Mlp(nn.Module):
@@ -77,21 +152,37 @@ class Mlp(nn.Module):
         self.act = nn.GELU()
         self.grn = GlobalResponseNorm2d(4 * channels)
         self.fc2 = nn.Conv2d(4 * channels, channels, 1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
+        self.norm: nn.Module = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.fc2(self.grn(self.act(self.fc1(x)))))
 
+    @torch.no_grad()
+    def absorb(self, gamma: Tensor) -> None:
+        """Fold GRN's bias, the norm and a layer scale (C,) behind it into fc2, in place."""
+        scale, shift = affine_of(self.norm)
+        assert self.grn.bias is not None
+        constant = wide(self.fc2.weight).flatten(1) @ wide(self.grn.bias)
+        scale_convolution(self.fc2, scale * gamma, (scale * constant + shift) * gamma)
+        self.grn.bias = None
+        self.norm = nn.Identity()
 
-class WBMMBlock(nn.Module):
+
+class WBMMBlock(Kinded, Foldable):
     """x + drop_path(gamma * Mlp(SE(BatchNorm(op(x))))) on (B, C, H, W).
 
-    `kind` is "W" (the windowed operator with its shortcut) or "D" (3x3 depthwise convolution); `twin_kernel_size`
-    puts a depthwise convolution of that size where "W" would have its operator.
+    `kind` is "W" (the windowed operator with its shortcut), "H" (the hierarchical one, of two windows) or "D" (3x3
+    depthwise convolution); `twin_kernel_size` puts a depthwise convolution of that size in place of the first two.
+
+    Folded (`fuse`), norms, shortcut, branches, layer scale and GRN's bias lie in the operator and in fc2, and
+    x + Mlp(SE(op(x))) is left; `gamma` is None then.
 
     Example:
-        >>> WBMMBlock(8, "W", window_size=7)(torch.zeros(2, 8, 10, 9)).shape
-        torch.Size([2, 8, 10, 9])
+        >>> block = WBMMBlock(8, "W", window_size=7).eval()
+        >>> x = torch.randn(2, 8, 10, 9)
+        >>> expected = block(x)
+        >>> torch.allclose(block.fuse()(x), expected, atol=1e-5)
+        True
     """
 
     def __init__(
@@ -99,6 +190,7 @@ class WBMMBlock(nn.Module):
         channels: int,
         kind: str,
         window_size: int | tuple[int, int] = 7,
+        hierarchical_windows: tuple[int | tuple[int, int], int | tuple[int, int]] = (14, 7),
         local_branches: bool = False,
         twin_kernel_size: int | None = None,
         drop_path: float = 0.0,
@@ -106,23 +198,51 @@ class WBMMBlock(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        op: nn.Module
+        self.op: nn.Module
         if kind == "D":
-            op = depthwise(channels, 3)
-        elif twin_kernel_size is not None:
-            op = depthwise(channels, twin_kernel_size)
+            self.op = depthwise(channels, 3)
+        elif kind == "H" and twin_kernel_size is None:
+            self.op = HierarchicalWBMM2d(channels, hierarchical_windows, backend=backend)
         else:
-            op = WBMM2d(channels, window_size, backend=backend)
-        self.op = LocalBranches(op, channels) if kind == "W" and local_branches else op
-        self.norm = nn.BatchNorm2d(channels)
+            op = (
+                WBMM2d(channels, window_size, backend=backend)
+                if twin_kernel_size is None
+                else depthwise(channels, twin_kernel_size)
+            )
+            self.op = LocalBranches(op, channels) if kind == "W" and local_branches else op
+        self.norm: nn.Module = nn.BatchNorm2d(channels)
         self.se = SqueezeExcite(channels, rd_channels=channels // 4)
         self.mlp = Mlp(channels)
-        self.gamma = nn.Parameter(torch.full((channels,), ls_init_value))
+        self.gamma: nn.Parameter | None = nn.Parameter(torch.full((channels,), ls_init_value))
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    @property
+    def state_kind(self) -> str:
+        return "folded block" if self.gamma is None else "block"
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mlp(self.se(self.norm(self.op(x))))
-        return x + self.drop_path(y * self.gamma.view(1, -1, 1, 1))
+        return x + (y if self.gamma is None else self.drop_path(y * self.gamma.view(1, -1, 1, 1)))
+
+    @torch.no_grad()
+    def fuse(self, input_size: tuple[int, int] | None = None) -> "WBMMBlock":
+        """Fold in place, and return this block. Maps of at most `input_size` (H, W) will come, or any for None."""
+        if isinstance(self.op, Foldable):
+            self.op = self.op.fuse(input_size)
+        if self.gamma is None:
+            return self
+        norm = affine_of(self.norm)
+        self.mlp.absorb(wide(self.gamma))  # either line may raise, and nothing has changed then
+        if isinstance(self.op, nn.Conv2d):
+            scale_convolution(self.op, *norm)
+        else:
+            if not isinstance(self.op, FoldedWBMM2d | ConvolutionBeside):
+                assert isinstance(self.op, WBMM2d)
+                self.op = FoldedWBMM2d.of(self.op)
+            self.op.absorb(*norm)
+        self.norm = self.drop_path = nn.Identity()
+        self.gamma = None
+        return self
 
 
 def downsample(in_channels: int, channels: int) -> nn.Sequential:

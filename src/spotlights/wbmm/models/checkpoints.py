@@ -13,9 +13,12 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 from torch.serialization import safe_globals
 
+from spotlights.wbmm.folding import ANY_MAP, ONE_WINDOW, other_kind, wide
+
 # (release, ours), applied in order to what follows `stages.S.B.`
 _BLOCK_KEYS = [
-    (r"^dwconv\.relative_position_bias_table$", "op.weight"),
+    (r"^dwconv\.(relative_position_bias_table|R_fused)$", "op.weight"),
+    (r"^dwconv\.bias_fused$", "op.bias"),
     (r"^dwconv\.dwconv([35])\.", r"op.conv\1."),
     (r"^dwconv\.(bn[123])\.", r"op.\1."),
     (r"^dwconv\.", "op."),
@@ -52,12 +55,16 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
     The state may lie under `model`. Index buffers are left out. What one kind of file has and another network has
     not, norms of a dense backbone or the head of a classifier, is left out, or stays as the network has it.
 
+    A folded file (`R_fused`) is for a folded network (`inference_mode=True`); the layer scale and GRN's bias, which the
+    release leaves, are folded here. One of pico or nano has its side branches in the table, which is right on maps of
+    one window only: its network needs an `input_size` too, 224 for the published ones.
+
     Args:
         state_dict: a release file's content.
         model: the `WBMMNet` it is meant for; its shapes guide the reshaping.
 
     Raises:
-        ValueError: a folded checkpoint (`R_fused`), which needs a folded network.
+        ValueError: file and network are not folded alike; the sentence says what to do.
 
     Example:
         >>> from spotlights.wbmm.models import WBMMNet
@@ -72,13 +79,9 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
         state = state["model"]
     if not any(key.startswith("downsample_layers.") or ".dwconv." in key for key in state):
         return dict(state)
-    if any(key.endswith("R_fused") for key in state):
-        raise ValueError(
-            "checkpoint: folded for inference (it holds R_fused); it needs a folded network, unsupported yet"
-        )
-
     branched = {key.partition(".dwconv.")[0] for key in state if ".dwconv.dwconv5." in key}
     own = model.state_dict()
+    _check_folding(state, own)
     result: dict[str, Tensor] = {}
     for key, value in state.items():
         if key.endswith("relative_position_index"):
@@ -91,7 +94,11 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
         if target is not None and value.shape != target.shape and value.numel() == target.numel():
             value = value.reshape(target.shape)
         result[name] = value
+    for name in [name for name in result if name.endswith(".gamma") and name not in own]:
+        _fold_last_layer(result, name.removesuffix("gamma"))
     for name, value in own.items():
+        if name.endswith((f".{ANY_MAP}", f".{ONE_WINDOW}")):
+            result[name] = value
         if name.startswith(("norms.", "head.")) and name not in result:
             result[name] = value
             if name == "head.fc.weight":
@@ -99,7 +106,42 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
     return result
 
 
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def _check_folding(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    unfolded = any(name.endswith(".gamma") for name in own)
+    if not any(key.endswith(".R_fused") for key in state):
+        if unfolded:
+            return
+        raise ValueError(
+            "checkpoint: not folded, but the network is: load it into one made without inference_mode, then call "
+            "spotlights.wbmm.reparameterize"
+        )
+    if unfolded:
+        raise ValueError(
+            "checkpoint: folded for inference (it holds R_fused): create the network with inference_mode=True"
+        )
+    if any(name.endswith(".op.conv5.weight") for name in own):
+        raise ValueError(
+            "checkpoint: folded with its side branches in the table (R_fused), for a last map of one window: create "
+            "the network with inference_mode=True and input_size, 224 for the published files"
+        )
+
+
+def _fold_last_layer(state: dict[str, Tensor], block: str) -> None:
+    """Take layer scale and GRN's bias out of a block's state and fold them into its last layer."""
+    gamma, beta = wide(state.pop(f"{block}gamma")), wide(state.pop(f"{block}mlp.grn.bias")).flatten()
+    weight, bias = state[f"{block}mlp.fc2.weight"], state[f"{block}mlp.fc2.bias"]
+    matrix = wide(weight).flatten(1)
+    state[f"{block}mlp.fc2.weight"] = (matrix * gamma[:, None]).reshape(weight.shape).to(weight.dtype)
+    state[f"{block}mlp.fc2.bias"] = ((matrix @ beta + wide(bias)) * gamma).to(bias.dtype)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The content of a `.pth` or `.safetensors` file, read without running code from it.
+
+    Raises:
+        ValueError: the file is damaged, would run code, or holds no mapping; one line says which.
+        OSError: it cannot be opened.
+    """
     name = os.fspath(path)
     if name.endswith(".safetensors"):
         from safetensors import SafetensorError
@@ -157,8 +199,8 @@ def load_original_checkpoint(model: nn.Module, path_or_state: str | os.PathLike[
         path_or_state: `.pth` or `.safetensors` file, or a state dict; tensors under `model` or at top level.
 
     Raises:
-        ValueError: the state is another architecture's, folded, has another number of classes, or the file is
-            damaged or would run code; one line says which.
+        ValueError: the state is another architecture's, is not folded as the network is, has another number of
+            classes, or the file is damaged or would run code; one line says which.
         FileNotFoundError: no such file.
 
     Example:
@@ -167,12 +209,14 @@ def load_original_checkpoint(model: nn.Module, path_or_state: str | os.PathLike[
         >>> load_original_checkpoint(network, {"model": {"stages.1.0.dwconv.R_fused": torch.ones(16, 169)}})
         Traceback (most recent call last):
         ...
-        ValueError: checkpoint: folded for inference (it holds R_fused); it needs a folded network, unsupported yet
+        ValueError: checkpoint: folded for inference (it holds R_fused): create the network with inference_mode=True
     """
     if isinstance(model, FeatureGetterNet):
         model = model.model
-    state = path_or_state if isinstance(path_or_state, Mapping) else _read(path_or_state)
+    state = path_or_state if isinstance(path_or_state, Mapping) else read_checkpoint(path_or_state)
     state = checkpoint_filter_fn(state, model)
+    if message := other_kind(model, state):
+        raise ValueError(message)
     if differences := _differences(state, model.state_dict()):
         raise ValueError(f"checkpoint does not fit this network: {differences}")
     model.load_state_dict(state)

@@ -8,6 +8,9 @@ from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from spotlights.wbmm.folding import Foldable, Kinded
+from spotlights.wbmm.layers import sides_of
+
 from .blocks import WBMMBlock, WBMMStage, downsample, stem
 
 
@@ -22,8 +25,8 @@ def _check_architecture(
     if isinstance(block_pattern, str) or not block_pattern:
         raise TypeError(f'block_pattern: got {block_pattern!r}, expected one string a stage, such as ("DD", "WD")')
     for stage, pattern in enumerate(block_pattern):
-        if not pattern or set(pattern) - {"W", "D"}:
-            raise ValueError(f'block_pattern[{stage}]: got "{pattern}", expected letters W and D, one a block')
+        if not pattern or set(pattern) - {"W", "H", "D"}:
+            raise ValueError(f'block_pattern[{stage}]: got "{pattern}", expected letters W, H and D, one a block')
     if len(dims) != len(block_pattern):
         raise ValueError(f"dims: got {len(dims)} widths for {len(block_pattern)} stages of block_pattern")
     if any(d % 4 or d < 4 for d in dims):
@@ -39,7 +42,7 @@ def _check_architecture(
         raise ValueError(f"twin_kernel_size: got {twin_kernel_size}, expected an odd number or None")
 
 
-class WBMMNet(nn.Module):
+class WBMMNet(Kinded, Foldable):
     """A WBMM network in timm's manner: images (B, in_chans, H, W) of any size -> logits (B, num_classes).
 
     Args:
@@ -48,8 +51,10 @@ class WBMMNet(nn.Module):
         global_pool: "avg", or "" for a map of logits (B, num_classes, H', W').
         depths: blocks a stage; follows from `block_pattern` when left out, must agree with it otherwise.
         dims: channels a stage, multiples of 4.
-        block_pattern: one string a stage, one letter a block: W = windowed operator, D = 3x3 depthwise convolution.
+        block_pattern: one string a stage, one letter a block: W = windowed operator, H = hierarchical windows,
+            D = 3x3 depthwise convolution.
         window_size: window of every W block, an int or (height, width).
+        hierarchical_windows: windows of every H block, the global one and a local one that divides it.
         local_branches: DW 5x5 and DW 3x3 beside the operator in the last stage's W blocks (pico and nano).
         stem_stride: 4 (two 3x3 stride-2 convolutions), or 2 (one of them) for small images.
         twin_kernel_size: a depthwise convolution of this size in place of every windowed operator.
@@ -60,6 +65,10 @@ class WBMMNet(nn.Module):
             leave the linear part of their activations.
         backend: how the operator is computed, see `spotlights.wbmm.wbmm2d`.
         dense: a channel LayerNorm for each stage's output, applied by `forward_intermediates(norm=True)`.
+        inference_mode: build the folded network, see :func:`spotlights.wbmm.reparameterize`; the state of a folded
+            network loads into it.
+        input_size: the largest images, one side or (height, width), that a folded network with local branches will see;
+            where its last map is one window, the branches lie in the table, and larger maps are refused.
 
     Raises:
         TypeError, ValueError: an argument that does not describe a network; the message names it.
@@ -81,6 +90,7 @@ class WBMMNet(nn.Module):
         dims: Sequence[int] = (80, 160, 320, 640),
         block_pattern: Sequence[str] = ("DDD", "WDW", "WD" * 9, "WWW"),
         window_size: int | tuple[int, int] = 7,
+        hierarchical_windows: tuple[int | tuple[int, int], int | tuple[int, int]] = (14, 7),
         local_branches: bool = False,
         stem_stride: int = 4,
         twin_kernel_size: int | None = None,
@@ -90,6 +100,8 @@ class WBMMNet(nn.Module):
         init_std: float | None = 0.02,
         backend: str | None = None,
         dense: bool = False,
+        inference_mode: bool = False,
+        input_size: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         _check_architecture(depths, dims, block_pattern, local_branches, stem_stride, twin_kernel_size)
@@ -107,6 +119,7 @@ class WBMMNet(nn.Module):
                     dim,
                     kind,
                     window_size=window_size,
+                    hierarchical_windows=hierarchical_windows,
                     local_branches=local_branches and i == len(dims) - 1,
                     twin_kernel_size=twin_kernel_size,
                     drop_path=rate,
@@ -124,6 +137,23 @@ class WBMMNet(nn.Module):
         self.head = NormMlpClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate)
         self.head_hidden_size = self.head.num_features
         self.apply(partial(_init_weights, std=init_std))
+        if inference_mode:
+            self.fuse(None if input_size is None else sides_of(input_size, "input_size"))
+        elif input_size is not None:
+            raise ValueError("input_size: it says how to fold, and inference_mode is False")
+
+    def fuse(self, input_size: tuple[int, int] | None = None) -> "WBMMNet":
+        """Fold every block in place and return this network; images of at most `input_size` will come (None: any)."""
+        size = input_size
+        for i, stage in enumerate(self.stages):
+            assert isinstance(stage, WBMMStage)
+            if input_size is not None:
+                reduction = self.feature_info[i]["reduction"]
+                size = -(-input_size[0] // reduction), -(-input_size[1] // reduction)
+            for block in stage.blocks:
+                assert isinstance(block, WBMMBlock)
+                block.fuse(size)
+        return self
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, object]:
@@ -197,7 +227,9 @@ class WBMMNet(nn.Module):
             self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
         if prune_head or pruned:
             self.num_classes = 0
-            self.head.reset(0, "", reset_other=True, in_features=self.num_features)
+            self.head.reset(0, "")
+            self.head.norm = nn.Identity()
+            self.head.in_features = self.head.num_features = self.num_features
         return take
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -21,15 +21,16 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 from torch.serialization import safe_globals
 
-from .checkpoints import checkpoint_filter_fn
+from .checkpoints import checkpoint_filter_fn, load_original_checkpoint
 from .network import WBMMNet
+from .pretrained import REPOSITORY, hub_overlay, weights_file
 
 _TINY = {"dims": (80, 160, 320, 640), "block_pattern": ("DDD", "WDW", "WD" * 9, "WWW")}
 _SMALL = {"dims": (96, 192, 384, 768), "block_pattern": ("DDD", "WDW", "WDD" * 9, "WWW")}
 
 
 def _cfg(filename: str | None = None, **kwargs: Any) -> dict[str, Any]:
-    weights = {"hf_hub_id": "wansong-s/WBMM", "hf_hub_filename": filename} if filename else {}
+    weights = {"hf_hub_id": REPOSITORY, "hf_hub_filename": filename} if filename else {}
     return {
         **weights,
         "num_classes": 1000,
@@ -56,31 +57,52 @@ default_cfgs = generate_default_cfgs(
         "wbmm_nano.in1k": _cfg("wbmm_n_in1k_224_w7.pth"),
         "wbmm_tiny.in1k": _cfg("wbmm_t_in1k_224_w7.pth"),
         "wbmm_small.in1k": _cfg("wbmm_s_in1k_224_w7.pth"),
-        # The dense files have been published under both spellings.
         "wbmm_tiny_dense.in1k": _cfg("wbmm_t_dense_in1k_224_w7.pth"),
-        "wbmm_tiny_dense.in1k_dense": _cfg("wbmm_t_in1k_224_dense_w7.pth"),
         "wbmm_small_dense.in1k": _cfg("wbmm_s_dense_in1k_224_w7.pth"),
-        "wbmm_small_dense.in1k_dense": _cfg("wbmm_s_in1k_224_dense_w7.pth"),
+        "wbmm_tiny_hier.untrained": _cfg(),
+        "wbmm_small_hier.untrained": _cfg(),
     }
 )
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    stages = len(kwargs["block_pattern"])
+    if pretrained:
+        kwargs["pretrained_cfg_overlay"] = hub_overlay(variant, kwargs)
+    try:
+        with safe_globals([Namespace]):
+            return _build(variant, pretrained, **kwargs)
+    except Exception as error:
+        if pretrained and not isinstance(error, TypeError):
+            _explain(variant, kwargs)
+        raise
+
+
+def _build(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     feature_cfg = {
-        "out_indices": tuple(range(stages)),
+        "out_indices": tuple(range(len(kwargs["block_pattern"]))),
         "feature_cls": "getter",
         "norm": kwargs.get("dense", False),
     }
-    with safe_globals([Namespace]):
-        return build_model_with_cfg(
-            WBMMNet,
-            variant,
-            pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg=feature_cfg,
-            **kwargs,
-        )
+    return build_model_with_cfg(
+        WBMMNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=feature_cfg, **kwargs
+    )
+
+
+def _explain(variant: str, kwargs: dict[str, Any]) -> None:
+    """Raise in one line what is wrong with the weights' file, if it is the file."""
+    try:
+        plain = {name: value for name, value in kwargs.items() if name not in ("features_only", "out_indices")}
+        network = _build(variant, False, **plain)
+    except ValueError:
+        return
+    cfg: Any = network.pretrained_cfg
+    path = weights_file(cfg, kwargs.get("cache_dir"))
+    if path is None:
+        return
+    try:
+        load_original_checkpoint(network, path)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{variant}: {error}") from None
 
 
 @register_model
@@ -125,19 +147,31 @@ def wbmm_small(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return _create("wbmm_small", pretrained, **{**_SMALL, **kwargs})
 
 
-def _dense(args: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _backbone(args: dict[str, Any], first: tuple[str, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     # A classifier would never use the stages' norms, and unused parameters stop distributed training.
-    pattern = ("WDW", *args["block_pattern"][1:])
+    pattern = (*first, *args["block_pattern"][len(first) :])
     return {**args, "block_pattern": pattern, "dense": kwargs.get("features_only", False), **kwargs}
 
 
 @register_model
 def wbmm_tiny_dense(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """`wbmm_tiny` with WBMM in the first stage: with `features_only=True` a backbone of normalised maps."""
-    return _create("wbmm_tiny_dense", pretrained, **_dense(_TINY, kwargs))
+    return _create("wbmm_tiny_dense", pretrained, **_backbone(_TINY, ("WDW",), kwargs))
 
 
 @register_model
 def wbmm_small_dense(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """`wbmm_small` with WBMM in the first stage: with `features_only=True` a backbone of normalised maps."""
-    return _create("wbmm_small_dense", pretrained, **_dense(_SMALL, kwargs))
+    return _create("wbmm_small_dense", pretrained, **_backbone(_SMALL, ("WDW",), kwargs))
+
+
+@register_model
+def wbmm_tiny_hier(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """`wbmm_tiny_dense` with hierarchical windows, 14 and 7, in the first two stages; no published weights."""
+    return _create("wbmm_tiny_hier", pretrained, **_backbone(_TINY, ("HDH", "HDH"), kwargs))
+
+
+@register_model
+def wbmm_small_hier(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """`wbmm_small_dense` with hierarchical windows, 14 and 7, in the first two stages; no published weights."""
+    return _create("wbmm_small_hier", pretrained, **_backbone(_SMALL, ("HDH", "HDH"), kwargs))

@@ -79,6 +79,8 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> Trained
         name, options = info["model"], dict(info["model_args"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: weights of another recipe (its metadata lacks {error})") from error
+    if not class_names:
+        raise UserError(f"{path}: a backbone without a classifier; it has nothing to predict")
     model = create_network(name, options, channels=channels, classes=len(class_names), image_size=size)
     try:
         model.load_state_dict(tensors)
@@ -183,16 +185,19 @@ def predict(
 
 
 def match_classes(data: ImageData, trained: TrainedModel) -> None:
-    """Renumber the targets of ``data`` to the network's classes, by name.
+    """Renumber the targets of ``data`` to the network's classes, by name or, for ImageNet's folders, by id.
 
     Raises:
         UserError: a class that the network does not know.
     """
-    unknown = [name for name in data.class_names if name not in trained.class_names]
+    known_as = trained.class_names
+    if set(data.class_names) <= set(trained.info.get("class_ids", [])):
+        known_as = trained.info["class_ids"]
+    unknown = [name for name in data.class_names if name not in known_as]
     if unknown:
         known = ", ".join(trained.class_names[:8]) + (", ..." if len(trained.class_names) > 8 else "")
         raise UserError(f"the data has a class {unknown[0]!r} that the run has not; it knows {known}")
-    order = torch.tensor([trained.class_names.index(name) for name in data.class_names])
+    order = torch.tensor([known_as.index(name) for name in data.class_names])
     for images in data.splits.values():
         images.targets = order[images.targets]
     data.class_names = trained.class_names

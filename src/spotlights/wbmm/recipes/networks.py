@@ -16,7 +16,7 @@ def default_image_size(name: str) -> int:
     """Return the side of the square images that a network was made for, 224 where it does not say."""
     import timm
 
-    _check_name(name)
+    check_name(name)
     size = timm.get_pretrained_cfg_value(name, "input_size")
     return int(size[-1]) if size else 224
 
@@ -31,7 +31,7 @@ def create_network(
     """
     import timm
 
-    _check_name(name)
+    check_name(name)
     arguments = {**options, **({"drop_path_rate": drop_path} if drop_path else {})}
     try:
         model = timm.create_model(name, pretrained=False, in_chans=channels, num_classes=classes, **arguments)
@@ -46,7 +46,8 @@ def create_network(
     return model.train()
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise UserError, with near names, for a name that neither timm nor this package knows."""
     import timm
 
     import spotlights.wbmm.models  # noqa: F401 (registers its names)

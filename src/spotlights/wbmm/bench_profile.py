@@ -1,0 +1,134 @@
+"""Where the time of a network goes, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from spotlights.runtime.bench import Timing
+
+PROFILE_BATCHES = (1, 16)
+PARTS = (
+    "operator",
+    "depthwise 3x3",
+    "norm",
+    "squeeze-excite",
+    "pointwise",
+    "GELU",
+    "GRN",
+    "residual",
+    "stem, downsampling, head",
+)
+_BY_NAME = {
+    "norm": "norm",
+    "out_norm": "norm",
+    "se": "squeeze-excite",
+    "mlp": "pointwise",
+    "fc1": "pointwise",
+    "fc2": "pointwise",
+    "act": "GELU",
+    "grn": "GRN",
+}
+
+
+def part_of(path: str, module: nn.Module) -> str | None:
+    """Return the part that a module of a WBMM network is timed as, or None where it belongs to the one around it.
+
+    Example:
+        >>> part_of("stages.0.blocks.1.mlp.grn", nn.Identity()), part_of("stages.0.blocks.1", nn.Identity())
+        ('GRN', 'residual')
+    """
+    names = path.split(".")
+    if names[-1] in ("stem", "downsample", "head"):
+        return "stem, downsampling, head"
+    if "blocks" not in names[:-1]:
+        return None
+    inside = names[names.index("blocks") + 2 :]
+    if not inside:
+        return "residual"
+    if inside == ["op"]:
+        return "depthwise 3x3" if isinstance(module, nn.Conv2d) else "operator"
+    return None if inside[0] in ("op", "se") and len(inside) > 1 else _BY_NAME.get(inside[-1])
+
+
+class _Clock:
+    """Time spent in each part, that of the parts within it left out."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def _turn(self) -> None:
+        now = perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    def enter(self, part: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self._turn()
+            self._open.append(part)
+
+        return hook
+
+    def leave(self, *_: object) -> None:
+        self._turn()
+        self._open.pop()
+
+
+def profile_parts(
+    networks: Mapping[str, nn.Module],
+    images: Mapping[str, Tensor],
+    *,
+    rounds: int = 15,
+    max_seconds: float = float("inf"),
+) -> dict[str, dict[str, Timing]]:
+    """Return the seconds of each part of WBMM networks in inference on the CPU; the networks run in turn.
+
+    A part's time is that of its modules, taken by hooks around them (a few microseconds each). What a block does
+    outside of them, layer scale and addition, permutations if it has any, is its "residual"; what an `Mlp` does itself
+    is "pointwise".
+
+    Args:
+        networks: name -> network in eval mode, not compiled.
+        images: name -> (B, C, H, W) for each of them.
+        rounds: samples wanted.
+        max_seconds: for all samples of a network, of which it gets at least 3 (or ``rounds``).
+
+    Example:
+        >>> from spotlights.wbmm.models import WBMMNet
+        >>> network = WBMMNet(dims=(8, 16), block_pattern=("DD", "WD"), num_classes=10).eval()
+        >>> parts = profile_parts({"ours": network}, {"ours": torch.zeros(1, 3, 32, 32)}, rounds=2)["ours"]
+        >>> list(parts) == list(PARTS), all(timing.minimum > 0 for timing in parts.values())
+        (True, True)
+    """
+    samples: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in networks}
+    clocks = {name: _Clock() for name in networks}
+    handles = []
+    for name, network in networks.items():
+        for path, module in network.named_modules():
+            if (part := part_of(path, module)) is not None:
+                handles.append(module.register_forward_pre_hook(clocks[name].enter(part)))
+                handles.append(module.register_forward_hook(clocks[name].leave))
+    taken = dict.fromkeys(networks, 0.0)
+    try:
+        with torch.inference_mode():
+            for number in range(rounds + 1):
+                for name, network in networks.items():
+                    if taken[name] > max_seconds and number > 3:
+                        continue
+                    clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
+                    network(images[name])
+                    # The first call fills caches.
+                    if number:
+                        taken[name] += sum(clocks[name].seconds.values())
+                        for part, seconds in clocks[name].seconds.items():
+                            samples[name][part].append(seconds)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: {part: Timing(tuple(s)) for part, s in parts.items()} for name, parts in samples.items()}
