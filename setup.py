@@ -44,7 +44,7 @@ class UniversalWheel(bdist_wheel):
 library = Extension(
     "spotlights.lib.libspotlights",
     sources=["csrc/wbmm.cpp"],
-    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc", "csrc/wbmm_dot.inc"],
+    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc", "csrc/wbmm_dot.inc", "csrc/wbmm_halves.inc"],
     language="c++",
     extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O2", "-std=c++17", "-Wno-psabi", "-g0"],
     export_symbols=EXPORTS,

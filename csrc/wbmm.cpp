@@ -26,6 +26,9 @@ constexpr int64_t windows_at_once(int64_t registers, int64_t tile) {
 // A row of `width` in the fewest equal tiles of at most `most`.
 inline int64_t tile_of(int64_t width, int64_t most) { return parts(width, parts(width, most)); }
 
+// Windows of two times so many rows and columns are computed by their halves.
+constexpr int64_t kLeastHalf = 5, kMostHalf = 8;
+
 constexpr int64_t kMostGroup = 64;  // windows in one item of work
 
 // Sub-windows are cut into whole tiles.
@@ -45,7 +48,11 @@ struct Strides {
 struct Geometry {
     int64_t rows, width;
     int64_t lh, lw;
-    int64_t tiles;  // of a row
+    int64_t tiles;         // of a row
+    int64_t pitch;         // tiles from row to row of a packed window
+    int64_t packed_tiles;  // of a packed window
+    int64_t half;          // rows of half a window, or 0: computed directly
+    int64_t steps;         // rows of tiles to compute
     int64_t near_pitch, near_centre, far_pitch, far_centre;
 };
 
@@ -168,6 +175,7 @@ struct Table {
 #define REGISTERS 32
 #endif
 #include "wbmm_body.inc"
+#include "wbmm_halves.inc"
 #undef LEVEL
 #undef LANES
 #undef REGISTERS
@@ -181,6 +189,7 @@ struct Table {
 #define LANES 8
 #define REGISTERS 16
 #include "wbmm_body.inc"
+#include "wbmm_halves.inc"
 #undef LEVEL
 #undef LANES
 #undef REGISTERS
@@ -192,6 +201,7 @@ struct Table {
 #define LANES 16
 #define REGISTERS 32
 #include "wbmm_body.inc"
+#include "wbmm_halves.inc"
 #undef LEVEL
 #undef LANES
 #undef REGISTERS
@@ -210,6 +220,7 @@ namespace {
 struct Kernels {
     int64_t lanes, most_tile, registers;
     void (*forward[2])(int64_t, int64_t, void*);
+    void (*forward_halves[2])(int64_t, int64_t, void*);
     void (*weight_gradient[2])(int64_t, int64_t, void*);
     void (*multiply_adds)(int64_t, int64_t, void*);
     void (*pair_rows)(float*, int64_t, int64_t);  // what the table needs for bfloat16 maps, or null
@@ -219,6 +230,7 @@ struct Kernels {
     Kernels {                                                                                                        \
         sizeof(level::vec) / 4, level::kMostTile, level::kRegisters,                                                 \
             {level::forward<level::Fma, float>, level::forward<level::Fma, bfloat16>},                               \
+            {level::forward<level::Halves, float>, level::forward<level::Halves, bfloat16>},                         \
             {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::multiply_adds, nullptr         \
     }
 
@@ -260,7 +272,17 @@ int64_t tile_for(const spotlights_wbmm_shape& s, int64_t width, int64_t most_til
     return width > s.lw ? divisor_of(s.lw, most_tile) : tile_of(width, most_tile);
 }
 
-void divide(Job& job, int64_t most_tile, int64_t most_group) {
+// Whether windows are computed by their halves. A second table must act between positions of one half, or not exist.
+bool by_halves(const spotlights_wbmm_shape& s) {
+    const bool even = s.wh % 2 == 0 && s.ww % 2 == 0 && least(s.wh, s.ww) >= 2 * kLeastHalf;
+    return even && s.wh <= 2 * kMostHalf && s.ww <= 2 * kMostHalf &&
+           (!two_tables(s) || (2 * s.lh == s.wh && 2 * s.lw == s.ww));
+}
+
+// Vectors of the nine tables of a block.
+int64_t halves_size(const spotlights_wbmm_shape& s) { return 9 * (s.wh - 1) * (s.ww - 1); }
+
+void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
     const spotlights_wbmm_shape& s = job.shape;
     const Table table = table_of(s, most_tile);
     const int64_t whole_h = s.height / s.wh, whole_w = s.width / s.ww;
@@ -279,7 +301,7 @@ void divide(Job& job, int64_t most_tile, int64_t most_group) {
         p.windows = s.batch * p.down * p.across;
         p.groups = parts(p.windows, most_group);
         if (!p.windows) continue;
-        p.tile = tile_for(s, g.width, most_tile);
+        p.tile = halves ? s.ww / 2 : tile_for(s, g.width, most_tile);
         g.lh = s.lh;
         g.lw = s.lw;
         g.tiles = parts(g.width, p.tile);
@@ -287,7 +309,18 @@ void divide(Job& job, int64_t most_tile, int64_t most_group) {
         g.near_centre = (s.lh - 1) * table.near_pitch + table.near_pitch / 2;
         g.far_pitch = table.far_pitch;
         g.far_centre = table.near_size() + (s.wh - 1) * table.far_pitch + table.far_pitch / 2;
-        const int64_t size = g.rows * g.tiles * p.tile;
+        g.pitch = g.tiles;
+        g.packed_tiles = g.rows * g.tiles;
+        g.half = 0;
+        g.steps = g.rows;
+        if (halves) {
+            g.half = s.wh / 2;
+            const int64_t upper = least(g.half, g.rows), lower = g.rows - upper;
+            g.pitch = g.tiles == 2 ? 3 : 1;
+            g.packed_tiles = (g.rows + (lower ? upper : 0)) * g.pitch;
+            g.steps = (upper + (lower ? g.rows : 0)) * g.pitch;
+        }
+        const int64_t size = g.packed_tiles * p.tile;
         if (size > job.scratch) job.scratch = size;
     }
 }
@@ -300,6 +333,8 @@ struct Pack {
     int64_t lanes;
     bool turned, shortcut;
     void (*pair_rows)(float*, int64_t, int64_t);
+    bool halves;
+    int32_t no_memory;
 };
 
 // Adds the (2*rows-1, 2*columns-1) entries about the centre of `from`, a table (2*h-1, 2*w-1), to one lane of `to`.
@@ -316,13 +351,48 @@ void add_table(const Pack& p, const float* from, int64_t h, int64_t w, int64_t r
     }
 }
 
-void pack_blocks(int64_t begin, int64_t end, void* context) {
-    const Pack& p = *static_cast<const Pack*>(context);
+// The nine tables of a block's halves from its packed table: for inputs of the first half, the second and their sum,
+// along the rows and along the columns.
+void halve_table(const Pack& p, const float* packed, float* to) {
     const spotlights_wbmm_shape& s = p.shape;
+    const int64_t h = s.wh / 2, w = s.ww / 2, lanes = p.lanes;
+    const bool two = p.layout.far_rows != 0;
+    const int64_t far_pitch = two ? p.layout.far_pitch : p.layout.near_pitch;
+    const float* far = packed + (two ? p.layout.near_size() : 0) * lanes;
+    far += ((s.wh - 1) * far_pitch + far_pitch / 2) * lanes;
+    const float* near = packed + (p.layout.near_rows / 2 * p.layout.near_pitch + p.layout.near_pitch / 2) * lanes;
+    const int64_t shift_h[] = {-h, h, 0}, shift_w[] = {-w, w, 0};
+    for (int a = 0; a < 3; a++)
+        for (int b = 0; b < 3; b++)
+            for (int64_t i = 1 - h; i < h; i++)
+                for (int64_t j = 1 - w; j < w; j++, to += lanes) {
+                    const float* same = near + (i * p.layout.near_pitch + j) * lanes;
+                    const float* down = far + ((i + shift_h[a]) * far_pitch + j) * lanes;
+                    const float* across = far + (i * far_pitch + j + shift_w[b]) * lanes;
+                    const float* both = down + shift_w[b] * lanes;
+                    if (a == 2 && b == 2)
+                        for (int64_t k = 0; k < lanes; k++) to[k] = same[k];
+                    else if (b == 2)
+                        for (int64_t k = 0; k < lanes; k++) to[k] = down[k] - same[k];
+                    else if (a == 2)
+                        for (int64_t k = 0; k < lanes; k++) to[k] = across[k] - same[k];
+                    else
+                        for (int64_t k = 0; k < lanes; k++) to[k] = (both[k] - across[k]) - (down[k] - same[k]);
+                }
+}
+
+void pack_blocks(int64_t begin, int64_t end, void* context) {
+    Pack& p = *static_cast<Pack*>(context);
+    const spotlights_wbmm_shape& s = p.shape;
+    float* whole = p.halves ? allocate(p.layout.size() * p.lanes) : nullptr;
+    if (p.halves && !whole) {
+        p.no_memory = 1;
+        return;
+    }
     const int64_t size = p.layout.size(), entries = (2 * s.wh - 1) * (2 * s.ww - 1);
     const int64_t local_entries = (2 * s.lh - 1) * (2 * s.lw - 1);
     for (int64_t block = begin; block < end; block++) {
-        float* near = p.packed + block * size * p.lanes;
+        float* near = whole ? whole : p.packed + block * size * p.lanes;
         float* far = near + p.layout.near_size() * p.lanes;
         memset(near, 0, size * p.lanes * sizeof(float));
         for (int64_t lane = 0; lane < least(p.lanes, s.channels - block * p.lanes); lane++) {
@@ -341,7 +411,9 @@ void pack_blocks(int64_t begin, int64_t end, void* context) {
             p.pair_rows(near, p.layout.near_rows, p.layout.near_pitch);
             p.pair_rows(far, p.layout.far_rows, p.layout.far_pitch);
         }
+        if (whole) halve_table(p, whole, p.packed + block * halves_size(s) * p.lanes);
     }
+    free(whole);
 }
 
 // Adds the chunks up, in their order, and lays the sums out as the table.
@@ -423,7 +495,8 @@ int32_t spotlights_dots_pay(void) {
 
 int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* shape) {
     const Kernels k = kernels_of(level);
-    return parts(shape->channels, k.lanes) * k.lanes * table_of(*shape, k.most_tile).size();
+    const int64_t direct = table_of(*shape, k.most_tile).size(), halves = by_halves(*shape) ? halves_size(*shape) : 0;
+    return parts(shape->channels, k.lanes) * k.lanes * (halves > direct ? halves : direct);
 }
 
 int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
@@ -431,8 +504,10 @@ int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const s
     if (!valid(*shape) || !known(dtype)) return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
     Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, k.lanes, turned != 0, shortcut != 0,
-           dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr};
-    return finish(run(0, parts(shape->channels, k.lanes), 1, pack_blocks, &p));
+           dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr, false, 0};
+    p.halves = !p.pair_rows && by_halves(*shape);
+    const int32_t code = run(0, parts(shape->channels, k.lanes), 1, pack_blocks, &p);
+    return p.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
 int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
@@ -443,12 +518,13 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
-    const int64_t at_once = windows_at_once(k.registers, tile_for(s, s.ww, k.most_tile));
+    const bool halves = by_halves(s) && !(dtype == SPOTLIGHTS_BFLOAT16 && k.pair_rows);
+    const int64_t at_once = windows_at_once(k.registers, halves ? s.ww / 2 : tile_for(s, s.ww, k.most_tile));
     const int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
-    divide(job, k.most_tile, least(kMostGroup, group));
+    divide(job, k.most_tile, least(kMostGroup, group), halves);
     job.packed = packed;
     job.bias = bias;
-    job.table_size = table_of(s, k.most_tile).size();
+    job.table_size = halves ? halves_size(s) : table_of(s, k.most_tile).size();
     job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge * threads;
     const int64_t blocks = parts(s.channels, k.lanes);
     int64_t groups = 0;
@@ -456,7 +532,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     // Neighbouring channels are packed together as long as that leaves work for all threads.
     job.blocks = least(kMostBlocks, blocks);
     while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
-    const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, k.forward[dtype], &job);
+    const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, halves ? k.forward_halves[dtype] : k.forward[dtype], &job);
     return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
@@ -468,7 +544,7 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
         return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, const_cast<void*>(grad_output), grad_stride);
-    divide(job, kGradientTile, 1);
+    divide(job, kGradientTile, 1, false);
     job.lanes = k.lanes;
     const int64_t bytes = 2 * job.scratch * k.lanes * 4;
     job.group = bytes > kGroupBytes ? 1 : least(8, kGroupBytes / bytes);
