@@ -186,6 +186,21 @@ def test_published_width_from_the_cache_of_an_offline_process(tmp_path):
     torch.testing.assert_close([second, last], features)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"input_size": 224}, {"features_only": True}])
+def test_inference_mode_folds_the_published_weights(kwargs, cache, tmp_path):
+    expected = seeded("wbmm_pico")
+    put_in_cache(cache, "wbmm_p_in1k_224_w7.pth", save_release(expected, tmp_path / "release.pth"))
+    network = timm.create_model("wbmm_pico", pretrained=True, inference_mode=True, **kwargs).eval()
+    assert not any(name.endswith("gamma") for name, _ in network.named_parameters())
+    image = torch.randn(1, 3, 224, 224)
+    with torch.inference_mode():
+        found, wanted = [network(image)], [expected(image)]
+        if "features_only" in kwargs:
+            found, wanted = found[0], expected.forward_intermediates(image, intermediates_only=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a - b).abs().max() / b.abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("size", ["t", "s"])
 @pytest.mark.parametrize("spelling", ["wbmm_{}_dense_in1k_224_w7.pth", "wbmm_{}_in1k_224_dense_w7.pth"])
 def test_either_spelling_of_the_dense_files(spelling, size, cache, tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 
 from spotlights.wbmm import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d, reparameterize, resize_window
 from spotlights.wbmm.models import WBMMNet
-from spotlights.wbmm.models.blocks import ConvolutionBeside, GlobalResponseNorm2d, LocalBranches, depthwise
+from spotlights.wbmm.models.blocks import ConvolutionBeside, GlobalResponseNorm, LocalBranches, depthwise
 
 NAMES = sorted(timm.list_models("wbmm_*"))
 
@@ -54,7 +54,7 @@ def assert_folded(network):
     parts = list(network.modules())
     assert not any(isinstance(m, nn.BatchNorm2d | LocalBranches | HierarchicalWBMM2d) for m in parts)
     assert all(isinstance(m, FoldedWBMM2d) for m in parts if isinstance(m, WBMM2d))
-    assert all(m.bias is None for m in parts if isinstance(m, GlobalResponseNorm2d))
+    assert all(m.bias is None for m in parts if isinstance(m, GlobalResponseNorm))
     assert not any("gamma" in name for name, _ in network.named_parameters())
 
 
@@ -458,3 +458,11 @@ def test_windows_that_cannot_be_changed():
     with pytest.raises(ValueError, match=r"it is folded.*resize the model before folding it"):
         resize_window(network, 8)
     assert network.stages[0].blocks[0].op.window_size == (5, 5)
+
+
+def test_folding_draws_no_random_numbers():
+    network = WBMMNet(dims=(8, 16), block_pattern=("DH", "WD"), num_classes=3, local_branches=True)
+    before = torch.get_rng_state()
+    reparameterize(network)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))

@@ -180,15 +180,20 @@ class FoldedWBMM2d(WBMM2d):
         if isinstance(op, FoldedWBMM2d) and (op.single_window or op.local_weight is not None):
             raise ValueError(f"FoldedWBMM2d: op: got {op}, expected an operator of one table for maps of any size")
         like = op.weight
+        # On "meta" nothing is drawn: folding leaves the random numbers of a training run as they are.
         folded = cls(
             op.channels,
             op.window_size,
             local_window_size,
             single_window=single_window,
             backend=op.backend,
-            device=like.device,
+            device="meta",
             dtype=like.dtype,
         )
+        for name, marker in folded.named_buffers():
+            folded.register_buffer(name, torch.ones_like(marker, device=like.device))
+        if folded.local_weight is not None:
+            folded.local_weight = parameter_like(torch.zeros(folded.local_weight.shape), like)
         table = wide(like)
         if op.shortcut:
             add_centred(table, table.new_ones(op.channels, 1, 1))

@@ -14,13 +14,20 @@ from spotlights.wbmm.models import WBMMNet
 from spotlights.wbmm.models.blocks import WBMMBlock, WBMMStage
 
 
+def _convolution(layer: nn.Conv2d) -> nn.Conv2d:
+    """A 1x1 convolution of (B, C, H, W) with a copy of a pointwise layer's weights."""
+    convolution = nn.Conv2d(layer.in_channels, layer.out_channels, 1)
+    convolution.weight, convolution.bias = deepcopy(layer.weight), deepcopy(layer.bias)
+    return convolution
+
+
 class SqueezeExcitation(nn.Module):
     """x * sigmoid(up(relu(down(mean of x over H and W)))) on (B, C, H, W), as 1x1 convolutions of one position."""
 
     def __init__(self, down: nn.Conv2d, up: nn.Conv2d) -> None:
         super().__init__()
-        self.down = deepcopy(down)
-        self.up = deepcopy(up)
+        self.down = _convolution(down)
+        self.up = _convolution(up)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1)))))

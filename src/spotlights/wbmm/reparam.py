@@ -17,7 +17,8 @@ def reparameterize(model: nn.Module, *, input_size: int | tuple[int, int] | None
     the block's last layer; the side branches of pico's and nano's last stage into one 5 x 5 depthwise convolution; drop
     path goes. What folds are the norms' running statistics, so a model in training mode changes its outputs (to those
     of eval mode). The arithmetic is float64, the weights keep dtype, device and ``requires_grad``. Parameters are new:
-    make optimisers afterwards. Folding again changes nothing.
+    make optimisers afterwards. Hooks on operators, norms and branches go with the modules that are replaced; hooks on
+    the other ones stay. No random numbers are drawn. Folding again changes nothing.
 
     Args:
         model: any module, changed in place.

@@ -14,12 +14,16 @@ The dense backbones share their namesake's recipe; their top-1 is not reported.
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import FeatureGetterNet
 from torch import nn
 from torch.serialization import safe_globals
+
+from spotlights.wbmm.layers import sides_of
 
 from .checkpoints import checkpoint_filter_fn, load_original_checkpoint
 from .network import WBMMNet
@@ -68,6 +72,8 @@ default_cfgs = generate_default_cfgs(
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     if pretrained:
         kwargs["pretrained_cfg_overlay"] = hub_overlay(variant, kwargs)
+        if kwargs.get("inference_mode") and (network := _loaded_then_folded(variant, kwargs)) is not None:
+            return network
     try:
         with safe_globals([Namespace]):
             return _build(variant, pretrained, **kwargs)
@@ -86,6 +92,20 @@ def _build(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     return build_model_with_cfg(
         WBMMNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=feature_cfg, **kwargs
     )
+
+
+def _loaded_then_folded(variant: str, kwargs: Mapping[str, Any]) -> nn.Module | None:
+    """The network with the weights of a file that is not folded, folded; None where the file does not load so."""
+    plain = {name: value for name, value in kwargs.items() if name not in ("inference_mode", "input_size")}
+    try:
+        with safe_globals([Namespace]):
+            network = _build(variant, True, **plain)
+    except (ValueError, RuntimeError):
+        return None
+    size = kwargs.get("input_size")
+    inner: Any = network.model if isinstance(network, FeatureGetterNet) else network
+    inner.fuse(None if size is None else sides_of(size, "input_size"))
+    return network
 
 
 def _explain(variant: str, kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,107 @@
+"""GELU and global response normalisation of maps (B, H, W, C), and both as one step that trains in little memory."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+
+def _map_norm(x: Tensor) -> Tensor:
+    """The norm over H and W, (B, 1, 1, C), its squares summed in FP32 at least."""
+    # FP16 would overflow. The tiny number keeps the root's gradient finite for an all-zero channel; vector_norm would
+    # do so by itself, but is 3 times slower on a CPU.
+    square = x.float().square() if x.dtype == torch.float16 else x.square()
+    dtype = torch.float32 if x.dtype == torch.bfloat16 else square.dtype
+    return (square.sum(dim=(1, 2), keepdim=True, dtype=dtype) + 1e-20).sqrt()
+
+
+class GlobalResponseNorm(nn.Module):
+    """ConvNeXt V2's global response normalisation of (B, H, W, C): x + weight * x * n + bias, n = |x| / mean_c |x|.
+
+    |x| is the norm over H and W. Written as x * (1 + weight * n) + bias, so that the map is read and written once.
+    A folded network has the bias in the layer behind, and None here.
+
+    Example:
+        >>> x = torch.ones(1, 3, 3, 4)
+        >>> torch.equal(GlobalResponseNorm(4)(x), x)  # weight and bias start at 0
+        True
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(channels))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = _map_norm(x)
+        ratio = norm / (norm.mean(dim=-1, keepdim=True) + self.eps)
+        scale = 1 + self.weight * ratio.to(x.dtype)
+        return x * scale if self.bias is None else torch.addcmul(self.bias, x, scale)
+
+
+class _GeluResponseNorm(torch.autograd.Function):
+    """Of all maps it keeps x alone for the backward pass, and computes GELU there anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        y = F.gelu(x)
+        norm = _map_norm(y)
+        scale = 1 + weight * (norm / (norm.mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+        ctx.save_for_backward(x, weight, norm)
+        ctx.eps, ctx.has_bias = eps, bias is not None
+        return y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight, norm = ctx.saved_tensors
+        y = F.gelu(x)
+        if torch.is_grad_enabled():
+            norm = _map_norm(y)  # second derivatives pass through it
+        mean = norm.mean(dim=-1, keepdim=True) + ctx.eps
+        ratio = norm / mean
+        along = (grad * y).sum(dim=(1, 2), keepdim=True, dtype=norm.dtype)  # gradient of the scale
+        grad_ratio = along * weight
+        grad_norm = (grad_ratio - (grad_ratio * ratio).mean(dim=-1, keepdim=True)) / mean
+        scale, pull = (1 + weight * ratio).to(x.dtype), (grad_norm / norm).to(x.dtype)
+        grad_x = torch.ops.aten.gelu_backward(torch.addcmul(grad * scale, y, pull), x)
+        grad_weight = (along * ratio).sum(dim=(0, 1, 2)).to(weight.dtype)
+        grad_bias = grad.sum(dim=(0, 1, 2)) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def keeps_graph(x: Tensor) -> bool:
+    """Whether autograd alone watches x: no tracing, which fuses by itself, and no transform of torch.func."""
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def gelu_response_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """GRN of GELU of a map (B, H, W, C), for training: autograd keeps no map but the input.
+
+    Args:
+        x: (B, H, W, C).
+        weight: GRN's weight (C,).
+        bias: GRN's bias (C,), or None.
+        eps: GRN's.
+
+    Returns:
+        (B, H, W, C).
+
+    Example:
+        >>> x = torch.randn(2, 3, 3, 8, requires_grad=True)
+        >>> norm = GlobalResponseNorm(8)
+        >>> torch.allclose(gelu_response_norm(x, norm.weight, norm.bias, norm.eps), norm(F.gelu(x)))
+        True
+    """
+    bias = None if bias is None else bias.to(x.dtype)
+    return _GeluResponseNorm.apply(x, weight.to(x.dtype), bias, eps)
