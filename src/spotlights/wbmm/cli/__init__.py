@@ -7,6 +7,7 @@ from typing import Any
 
 from spotlights.wbmm.cli.bench import add_bench
 from spotlights.wbmm.cli.demo import add_demo
+from spotlights.wbmm.cli.export import add_export
 from spotlights.wbmm.cli.import_weights import add_import
 from spotlights.wbmm.cli.inference import add_eval, add_predict
 from spotlights.wbmm.cli.training import add_train
@@ -18,6 +19,7 @@ def add_commands(verbs: Any) -> None:
     add_eval(verbs)
     add_predict(verbs)
     add_import(verbs)
+    add_export(verbs)
     add_demo(verbs)
     add_bench(verbs)
 

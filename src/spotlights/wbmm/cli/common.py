@@ -19,6 +19,7 @@ _EXTRAS = (
     "PIL",
     "mlxtend",
 )
+_EXPORT_EXTRAS = ("onnx", "onnxscript", "onnxruntime")
 
 
 @contextmanager
@@ -28,9 +29,10 @@ def needs_vision() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        if package not in _EXTRAS + _EXPORT_EXTRAS:
             raise
-        raise UserError(f"this command needs {package}; remedy: pip install 'spotlights[vision]'") from error
+        extra = "vision,export" if package in _EXPORT_EXTRAS else "vision"
+        raise UserError(f"this command needs {package}; remedy: pip install 'spotlights[{extra}]'") from error
 
 
 def flag(name: str) -> str:

@@ -73,7 +73,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         from spotlights.wbmm.recipes.inference import evaluate, match_classes
 
         trained = _load(arguments)
-        data = _evaluation_data(arguments, trained)
+        data = evaluation_data(arguments.data, arguments.dataset, arguments.limit, Path(arguments.run_folder), trained)
         match_classes(data, trained)
         part = arguments.split or next(part for part in ("test", "val", "all", "train") if part in data.splits)
         if part not in data.splits:
@@ -87,34 +87,28 @@ def _eval(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluation_data(arguments: argparse.Namespace, trained: TrainedModel) -> ImageData:
+def evaluation_data(
+    data: str | None, dataset: str | None, limit: int | None, folder: Path, trained: TrainedModel
+) -> ImageData:
+    """Return the images given by the options, or those of the run itself."""
     from spotlights.wbmm.recipes.config import load_config
     from spotlights.wbmm.recipes.data import limited, load_data, load_run_data
 
     size = trained.image_size
-    if arguments.data is not None or arguments.dataset is not None:
-        return load_data(
-            arguments.data,
-            arguments.dataset,
-            image_size=size,
-            default_size=size,
-            channels=trained.channels,
-            limit=arguments.limit,
-        )
-    folder = Path(arguments.run_folder)
+    if data is not None or dataset is not None:
+        return load_data(data, dataset, image_size=size, default_size=size, channels=trained.channels, limit=limit)
+    run = folder
     if folder.is_file():
-        folder = folder.parent
-        if not (folder / CONFIG).is_file():
-            raise UserError(
-                f"{arguments.run_folder}: no run beside it says which images to use; give --data or --dataset"
-            )
-    config = load_config(folder)
+        run = folder.parent
+        if not (run / CONFIG).is_file():
+            raise UserError(f"{folder}: no run beside it says which images to use; give --data or --dataset")
+    config = load_config(run)
     config.image_size = size
-    data = load_run_data(config, channels=trained.channels)
-    if arguments.limit:
+    images = load_run_data(config, channels=trained.channels)
+    if limit:
         # After the division: a part must hold no image of another, as it was trained.
-        data.splits = {part: limited(images, arguments.limit) for part, images in data.splits.items()}
-    return data
+        images.splits = {part: limited(some, limit) for part, some in images.splits.items()}
+    return images
 
 
 def _print_figures(figures: Mapping[str, Any]) -> None:
