@@ -21,7 +21,7 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="needs the export extra"
 pytest.importorskip("timm", reason="needs the vision extra")
 
 from spotlights.wbmm.models import WBMMNet  # noqa: E402 (needs timm)
-from spotlights.wbmm.recipes.exporting import _quantised, accuracy, named_network, onnx_runner  # noqa: E402
+from spotlights.wbmm.recipes.exporting import _difference, _quantised, accuracy, named_network, onnx_runner  # noqa: E402
 
 
 def small_network() -> nn.Module:
@@ -103,6 +103,27 @@ def test_archive_equals_pytorch_on_other_sizes(tmp_path: Path) -> None:
         images = torch.randn(3, 1, *size)
         with torch.inference_mode():
             torch.testing.assert_close(loaded(images), network(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_compiled_package_of_free_sizes_equals_pytorch(tmp_path: Path) -> None:
+    layer, path = WBMM2d(4, 7, bias=True).eval(), tmp_path / "layer.pt2"
+    nn.init.normal_(layer.weight)
+    # From one full window: no padding, no crop, one window, none of which may be taken for granted.
+    export_pt2(layer, path, image_size=7, channels=4, dynamic=True, compiled=True)
+    loaded = torch._inductor.aoti_load_package(str(path))
+    for size in [(7, 7), (14, 14), (9, 23), (28, 5), (3, 40)]:
+        images = torch.randn(2, 4, *size)
+        with torch.inference_mode():
+            torch.testing.assert_close(loaded(images), layer(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite_are_no_match(wrong: float) -> None:
+    def eager(images: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(images), 3)
+
+    assert _difference(lambda images: torch.full((len(images), 3), wrong), eager, 1, [(8, 8)]) == float("inf")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
@@ -189,6 +210,7 @@ def test_networks_by_name() -> None:
         (["vit_tiny_patch16_224", "--image-size", "100"], "--image-size: vit_tiny_patch16_224 cannot take 100 x 100"),
         (["wbmm_atto", "--int8"], "--int8: needs images"),
         (["wbmm_atto", "--int8", "--format", "pt2"], "--int8: got it with --format pt2"),
+        (["vit_tiny_patch16_224", "--dynamic"], "Input height (237) doesn't match model (224)"),
         (["wbmm_atto", "--compile"], "--compile: got it with --format onnx"),
         (["wbmm_atto", "--out", "missing/folder/x.onnx"], "--out: no such folder: missing/folder"),
         (["wbmm_atto", "--data", "no-images"], "no-images"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from spotlights.runtime.runs import replacing
+from spotlights.wbmm.layers import WBMM2d
 from spotlights.wbmm.reparam import reparameterize
 from spotlights.wbmm.windows import window_of
 
@@ -72,11 +73,18 @@ def plain_wbmm2d(
         matrix = matrix + torch.eye(wh * ww, dtype=matrix.dtype)
     # Of positive numbers: ONNX rounds a quotient of integers towards zero.
     rows, columns = (height + wh - 1) // wh, (width + ww - 1) // ww
-    padded = F.pad(input, (0, columns * ww - width, 0, rows * wh - height))
+    if isinstance(height, int) and isinstance(width, int):
+        padded = F.pad(input, (0, columns * ww - width, 0, rows * wh - height))
+    else:
+        # Inductor drops a padding or crop that is nothing on the example; these two never are.
+        padded = F.pad(input, (0, ww, 0, wh))[:, :, : rows * wh, : columns * ww]
     windows = _copied(padded).view(batch, channels, rows, wh, columns, ww).permute(1, 0, 2, 4, 3, 5)
     output = torch.bmm(_copied(windows).view(channels, batch * rows * columns, wh * ww), matrix)
     output = output.view(channels, batch, rows, columns, wh, ww).permute(1, 0, 2, 4, 3, 5)
-    output = _copied(output).view(batch, channels, rows * wh, columns * ww)[:, :, :height, :width]
+    output = _copied(output).view(batch, channels, rows * wh, columns * ww)
+    if not (isinstance(height, int) and isinstance(width, int)):
+        output = F.pad(output, (0, 1, 0, 1))
+    output = output[:, :, :height, :width]
     return output if bias is None else output + bias[:, None, None]
 
 
@@ -117,6 +125,8 @@ def plain_program(model: nn.Module, example: Tensor, *, dynamic: bool = False) -
         False
     """
     folded = reparameterize(copy.deepcopy(model).eval())
+    if dynamic:
+        example = _several_windows(folded, example)
     sizes: dict[int, Any] = {0: Dim("batch", min=1)}
     if dynamic:
         sizes |= {2: Dim.AUTO, 3: Dim.AUTO}
@@ -212,6 +222,14 @@ def export_pt2(
         else:
             with open(temporary, "wb") as file:  # given a path, torch insists on the ending .pt2
                 torch.export.save(program, file)
+
+
+def _several_windows(model: nn.Module, example: Tensor) -> Tensor:
+    """Return an example of several windows at every stride up to 32: compiled from one window, one would be assumed."""
+    windows = [layer.window_size for layer in model.modules() if isinstance(layer, WBMM2d)]
+    least = [32 * (max((window[axis] for window in windows), default=0) + 1) for axis in (0, 1)]
+    height, width = (max(side, some) for side, some in zip(example.shape[2:], least, strict=True))
+    return example.new_zeros(*example.shape[:2], height, width)
 
 
 def _example(image_size: int | tuple[int, int], channels: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -138,16 +139,20 @@ def export_network(
                 export_pt2(trained.model, first, compiled=compiled, **options)
         except ValueError as error:
             raise UserError(str(error)) from error
-        except RuntimeError as error:
-            if not compiled:
-                raise
-            raise UserError(f"--compile: AOTInductor failed: {str(error).strip().splitlines()[0]}") from error
+        except RuntimeError as error:  # of a converter or a compiler
+            raise UserError(f"{name}: cannot be written: {_first_line(error)}") from error
         files[name] = first
         runners[name] = onnx_runner(first) if format == "onnx" else _pt2_runner(first, compiled)
         note("comparing with PyTorch")
-        differences = {"PyTorch, folded": 0.0, name: _difference(runners[name], eager, channels, _sizes(size, dynamic))}
-        if not half and not differences[name] <= TOLERANCE:
-            raise UserError(f"{name}: the outputs differ from PyTorch's by {differences[name]:.1e} of the largest")
+        try:
+            difference = _difference(runners[name], eager, channels, _sizes(size, dynamic))
+        except Exception as error:  # ONNX Runtime's own errors share no other base class
+            raise UserError(f"{name}: the file does not run: {_first_line(error)}") from error
+        if math.isinf(difference):
+            raise UserError(f"{name}: outputs are not finite" + ("; float16 is too small for this network" * half))
+        if not half and difference > TOLERANCE:
+            raise UserError(f"{name}: the outputs differ from PyTorch's by {difference:.1e} of the largest")
+        differences = {"PyTorch, folded": 0.0, name: difference}
         accuracies: dict[str, float] = {}
         if images is not None:
             note(f"classifying {len(images.targets):,} images")
@@ -206,7 +211,9 @@ def _difference(runner: Runner, eager: torch.nn.Module, channels: int, sizes: li
             inputs = torch.randn(batch, channels, *sides, generator=generator)
             with torch.inference_mode():
                 expected = eager(inputs.contiguous(memory_format=torch.channels_last))
-            worst = max(worst, float((runner(inputs) - expected).abs().max() / expected.abs().max()))
+            off, scale = float((runner(inputs) - expected).abs().max()), float(expected.abs().max())
+            ratio = off / scale if scale else off
+            worst = max(worst, ratio if math.isfinite(ratio) else math.inf)  # max() passes NaN over
     return worst
 
 
@@ -302,3 +309,7 @@ def _quantised(
             notes.append(f"INT8 {how} does not work: {str(error).strip().splitlines()[0]}")
             continue
         yield how, path
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
