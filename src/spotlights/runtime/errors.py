@@ -10,3 +10,13 @@ class UserError(Exception):
         ...
         spotlights.runtime.errors.UserError: --epochs: got 0, expected at least 1
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its type where it has none.
+
+    Example:
+        >>> first_line(ValueError("no such file\\nin a long story"))
+        'no such file'
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

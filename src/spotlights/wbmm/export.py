@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from spotlights.runtime.errors import first_line
 from spotlights.runtime.runs import replacing
 from spotlights.wbmm.layers import WBMM2d
 from spotlights.wbmm.reparam import reparameterize
@@ -73,7 +74,8 @@ def plain_wbmm2d(
         matrix = matrix + torch.eye(wh * ww, dtype=matrix.dtype)
     # Of positive numbers: ONNX rounds a quotient of integers towards zero.
     rows, columns = (height + wh - 1) // wh, (width + ww - 1) // ww
-    if isinstance(height, int) and isinstance(width, int):
+    fixed = isinstance(height, int) and isinstance(width, int)
+    if fixed:
         padded = F.pad(input, (0, columns * ww - width, 0, rows * wh - height))
     else:
         # Inductor drops a padding or crop that is nothing on the example; these two never are.
@@ -82,7 +84,7 @@ def plain_wbmm2d(
     output = torch.bmm(_copied(windows).view(channels, batch * rows * columns, wh * ww), matrix)
     output = output.view(channels, batch, rows, columns, wh, ww).permute(1, 0, 2, 4, 3, 5)
     output = _copied(output).view(batch, channels, rows * wh, columns * ww)
-    if not (isinstance(height, int) and isinstance(width, int)):
+    if not fixed:
         output = F.pad(output, (0, 1, 0, 1))
     output = output[:, :, :height, :width]
     return output if bias is None else output + bias[:, None, None]
@@ -136,7 +138,7 @@ def plain_program(model: nn.Module, example: Tensor, *, dynamic: bool = False) -
             program = traced.run_decompositions({torch.ops.spotlights.wbmm2d.default: plain_wbmm2d})
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         size = "x".join(str(side) for side in example.shape)
-        raise ValueError(f"export: the model cannot be traced on {size}: {_first_line(error)}") from error
+        raise ValueError(f"export: the model cannot be traced on {size}: {first_line(error)}") from error
     if hasattr(traced, "_guards_code"):
         # Views of the plain form ask whether there is one window and bind the program to the example's answer, though
         # they are right for every number; what the model itself asked stays.
@@ -235,7 +237,3 @@ def _several_windows(model: nn.Module, example: Tensor) -> Tensor:
 def _example(image_size: int | tuple[int, int], channels: int) -> Tensor:
     sides = image_size if isinstance(image_size, tuple) else (image_size, image_size)
     return torch.zeros(2, channels, *sides)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spotlights.runtime.bench import interleave
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.errors import UserError, first_line
 from spotlights.runtime.runs import replacing
 from spotlights.wbmm.export import INPUT, export_onnx, export_pt2
 from spotlights.wbmm.recipes.data import ImageSet, make_loader
@@ -76,7 +76,7 @@ def named_network(name: str, *, pretrained: bool, image_size: int | None) -> Tra
         try:
             model = timm.create_model(name, pretrained=True)
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"--pretrained: {name}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"--pretrained: {name}: {first_line(error)}") from error
     mean, std = (cfg.mean, cfg.std) if cfg is not None else ((0.5,) * channels,) * 2
     names = [str(label) for label in range(classes)]
     return TrainedModel(model.eval(), names, channels, size, tuple(mean), tuple(std), {"model": name})
@@ -140,14 +140,14 @@ def export_network(
         except ValueError as error:
             raise UserError(str(error)) from error
         except RuntimeError as error:  # of a converter or a compiler
-            raise UserError(f"{name}: cannot be written: {_first_line(error)}") from error
+            raise UserError(f"{name}: cannot be written: {first_line(error)}") from error
         files[name] = first
         runners[name] = onnx_runner(first) if format == "onnx" else _pt2_runner(first, compiled)
         note("comparing with PyTorch")
         try:
             difference = _difference(runners[name], eager, channels, _sizes(size, dynamic))
         except Exception as error:  # ONNX Runtime's own errors share no other base class
-            raise UserError(f"{name}: the file does not run: {_first_line(error)}") from error
+            raise UserError(f"{name}: the file does not run: {first_line(error)}") from error
         if math.isinf(difference):
             raise UserError(f"{name}: outputs are not finite" + ("; float16 is too small for this network" * half))
         if not half and difference > TOLERANCE:
@@ -306,10 +306,6 @@ def _quantised(
             onnx_runner(path)(torch.zeros(1, trained.channels, trained.image_size, trained.image_size))
         # ONNX Runtime's own errors share no other base class.
         except Exception as error:
-            notes.append(f"INT8 {how} does not work: {str(error).strip().splitlines()[0]}")
+            notes.append(f"INT8 {how} does not work: {first_line(error)}")
             continue
         yield how, path
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
