@@ -13,6 +13,7 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 from torch.serialization import safe_globals
 
+from spotlights.runtime.errors import first_line
 from spotlights.wbmm.folding import ANY_MAP, ONE_WINDOW, other_kind, wide
 
 # (release, ours), applied in order to what follows `stages.S.B.`
@@ -150,7 +151,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         try:
             return load_file(name)
         except SafetensorError as error:
-            raise ValueError(f"{name}: not a whole safetensors file ({_first_line(error)})") from None
+            raise ValueError(f"{name}: not a whole safetensors file ({first_line(error)})") from None
     with open(name, "rb") as file:
         content = _unpickle(file, name)
     if not isinstance(content, Mapping):
@@ -167,11 +168,7 @@ def _unpickle(file: BinaryIO, name: str) -> object:
         why = f"it holds {found[1]}" if found else "damaged, or more than tensors"
         raise ValueError(f"{name}: refused, since loading it could run code ({why})") from None
     except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{name}: not a whole checkpoint file ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(f"{name}: not a whole checkpoint file ({first_line(error)})") from None
 
 
 def _differences(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 from timm.models import resolve_pretrained_cfg
 
+from spotlights.runtime.errors import first_line
+
 REPOSITORY = "wansong-s/WBMM"
 
 # The dense files have been published under both spellings.
@@ -76,7 +78,7 @@ def _available(variant: str, repository: str, names: Sequence[str], cache_dir: s
         except Exception as error:  # httpx's, requests' or the hub's own, by its version
             if held:
                 return held[0]
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             break
     wanted, cache = " or ".join(names), os.fspath(cache_dir or constants.HF_HUB_CACHE)
     raise FileNotFoundError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.errors import UserError, first_line
 
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".apng", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
@@ -71,7 +71,7 @@ def _scaled_to_8_bit(image: Image.Image) -> Image.Image:
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image, or damaged"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)
 
 
 def images_in(folder: Path) -> list[Path]:
