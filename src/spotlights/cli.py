@@ -12,8 +12,10 @@ from types import ModuleType
 from spotlights import __version__
 from spotlights.runtime.errors import UserError
 
+# Name of the command -> its wing, and what it is.
 METHODS = {
-    "wbmm": "Windowed Batch Matrix Multiplication: large receptive fields for vision networks",
+    "wbmm": ("wbmm", "Windowed Batch Matrix Multiplication: large receptive fields for vision networks"),
+    "xdlm": ("diffusion", "XDLM: discrete diffusion between masks and uniform noise, for text and other tokens"),
 }
 
 
@@ -24,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spotlights {__version__}")
     methods = parser.add_subparsers(title="methods", dest="method", metavar="METHOD", required=True)
-    for name, summary in METHODS.items():
+    for name, (_, summary) in METHODS.items():
         method = methods.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         verbs = method.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
         _wing(name).add_commands(verbs)
@@ -35,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _wing(name: str) -> ModuleType:
-    return importlib.import_module(f"spotlights.{name}.cli")
+    return importlib.import_module(f"spotlights.{METHODS[name][0]}.cli")
 
 
 def _info(arguments: argparse.Namespace) -> None:

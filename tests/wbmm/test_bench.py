@@ -10,12 +10,13 @@ import torch
 from PIL import Image
 
 from spotlights.cli import main
+from spotlights.runtime.bench_run import RESULTS, WrongResultError
 from spotlights.runtime.bench_table import LOW, Results, by_case, environment, format_table, read_table
 from spotlights.runtime.errors import UserError
 from spotlights.wbmm import bench, bench_run
 from spotlights.wbmm.backends import BACKENDS, Call
-from spotlights.wbmm.bench import SUITES, Case, WrongResultError, run_cases
-from spotlights.wbmm.bench_report import RESULTS, baseline_table, draw, ours, ratios, verdict, write_report
+from spotlights.wbmm.bench import SUITES, Case, run_cases
+from spotlights.wbmm.bench_report import baseline_table, draw, ours, ratios, verdict, write_report
 from spotlights.wbmm.bench_run import run_bench
 from spotlights.wbmm.functional import count_multiply_adds
 from spotlights.wbmm.providers import providers_for

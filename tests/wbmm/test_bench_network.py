@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from PIL import Image
 
 from spotlights.cli import main
+from spotlights.runtime.bench_run import RESULTS, WrongResultError
 from spotlights.runtime.bench_table import LOW, environment, read_table
 from spotlights.runtime.errors import UserError
 from spotlights.wbmm import bench_network, bench_network_report, reparameterize
-from spotlights.wbmm.bench import WrongResultError
 from spotlights.wbmm.bench_network import NetworkCase, entrants, randomise, run_network_bench
 from spotlights.wbmm.bench_network_report import PROFILE, case_text, ratios, verdict, write_network_report
 from spotlights.wbmm.bench_profile import PARTS, part_of, profile_parts
-from spotlights.wbmm.bench_report import RESULTS, baseline_table
+from spotlights.wbmm.bench_report import baseline_table
 from spotlights.wbmm.layers import WBMM2d
 from spotlights.wbmm.models import WBMMNet
 from spotlights.wbmm.plain_network import PlainBlock, plain_network

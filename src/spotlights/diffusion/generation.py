@@ -103,7 +103,7 @@ def sample(
         return guide(scores, unconditional(tokens, when), guidance) if unconditional and guidance else scores
 
     length = z.shape[1]
-    size = length if block_size is None else block_size
+    size = block_size or max(length, 1)
     blocks = [(start, min(start + size, length)) for start in range(0, length, size)]
     blocks = [(start, end) for start, end in blocks if not bool(fixed[:, start:end].all())]
     done = 0
@@ -145,12 +145,28 @@ def _refine_sampler(
     options: dict[str, Any],
 ) -> Iterator[Tensor]:
     assert kernel.mask_id is not None
+    assert kernel.k is not None
     z = z.masked_fill(~fixed, kernel.mask_id)
+    unmasked = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for number in range(steps, 0, -1):
         left = (z.eq(kernel.mask_id) & ~fixed).sum(1)
         count = -(-left // number)
-        z = refine_step(logits(z, number / steps), z, count, kernel, observed=fixed)
+        # The budget of a step is a difference of whole sums: few tokens a step add up to rewritten ones, too.
+        budget = _refine_budget(unmasked + count, kernel)
+        if kernel.k < 1:
+            budget = budget - _refine_budget(unmasked, kernel)
+        unmasked += count
+        z = refine_step(logits(z, number / steps), z, count, kernel, budget=budget, observed=fixed)
         yield z
+
+
+def _refine_budget(unmasked: Tensor, kernel: NoiseKernel) -> Tensor:
+    """Return how many committed tokens may be rewritten for so many unmasked ones, (B,) int64; all where k is 1."""
+    assert kernel.k is not None
+    if kernel.k == 1:
+        return torch.full_like(unmasked, 2**31)
+    # Decimals such as 0.4 are stored a little too small, which would round whole budgets down.
+    return (unmasked.double() * (kernel.k / (1 - kernel.k)) + 1e-9).long()
 
 
 def refine_step(
@@ -159,6 +175,7 @@ def refine_step(
     count: Tensor | int,
     kernel: NoiseKernel,
     *,
+    budget: Tensor | int | None = None,
     observed: Tensor | None = None,
 ) -> Tensor:
     """Commit the ``count`` most confident masked tokens, and rewrite committed ones that the model would not choose.
@@ -171,6 +188,7 @@ def refine_step(
         z: (B, L) int64, masks where nothing is committed yet.
         count: tokens to unmask in each sequence; a number or (B,).
         kernel: mixed noise with a mask.
+        budget: committed tokens to rewrite at most; a number or (B,), by default ``count`` k / (1 - k) rounded down.
         observed: (B, L) bool; tokens that are never rewritten.
 
     Returns:
@@ -195,9 +213,10 @@ def refine_step(
         raise ValueError("logits: expected numbers without NaN or infinity")
     masked = (z == kernel.mask_id) & ~fixed
     wanted = torch.as_tensor(count, device=z.device).expand(len(z)).minimum(masked.sum(1))
-    budget = torch.full_like(wanted, z.shape[1]) if kernel.k == 1 else (wanted * kernel.k / (1 - kernel.k)).long()
+    allowed = _refine_budget(wanted, kernel) if budget is None else torch.as_tensor(budget, device=z.device)
     changed = ~masked & ~fixed & (choice != z)
-    rewritten = _most_confident(confidence, masked, wanted) | _most_confident(confidence, changed, budget)
+    rewritten = _most_confident(confidence, masked, wanted)
+    rewritten |= _most_confident(confidence, changed, allowed.expand(len(z)))
     return torch.where(rewritten, choice.to(z.dtype), z)
 
 

@@ -23,12 +23,13 @@ from spotlights.diffusion.checks import (
     step_times,
     times,
 )
-from spotlights.diffusion.chunks import rows_at_once
+from spotlights.diffusion.chunks import reduce_rows, rows_at_once
 from spotlights.diffusion.kernel import NoiseKernel
 from spotlights.diffusion.reference import own_evidence
 
 _HEAD_ROWS = 256  # tokens that share one reading of the head's weight
 _LEAST_ALPHA = 1e-20  # at t = 1 the bound is a limit, which this alpha reaches to the last bit
+_LEAST_NOISE = 1e-30  # likewise for the last of T steps, whose s = 0 has no noise; its inverse is a float32
 
 
 def nelbo(
@@ -137,7 +138,7 @@ def linear_nelbo(
         return _checked(_LinearNelbo.apply(*arguments), "hidden, weight or bias").view(z.shape)
     counted = z.numel() if observed is None else int((~observed).sum())
     scale = 1 / max(counted, 1) if reduction == "mean" else 1.0
-    return _checked(_ReducedLinearNelbo.apply(*arguments, scale), "hidden, weight or bias")
+    return _checked(_ReducedLinearNelbo.apply(*arguments, scale, torch.is_grad_enabled()), "hidden, weight or bias")
 
 
 def _checked(loss: Tensor, source: str) -> Tensor:
@@ -234,16 +235,18 @@ def _continuous(
     kernel: NoiseKernel, x: Tensor, z: Tensor, t: Tensor, tau: Tensor, alpha: Tensor, drawn: Tensor, steps: int
 ) -> tuple[Tensor, Callable[[Tensor, slice], tuple[Tensor, Tensor]]]:
     same, noise_z = (x == z).double(), kernel.noise_at(t, z)
-    gain = drawn / (alpha * same + noise_z)
+    at_z = alpha * same + noise_z
+    gain = drawn / at_z
 
-    def at_z(p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def z_term(p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """rho - log rho - 1, divided by alpha as the KL is, times the gain."""
         model = alpha[part] * p_z + noise_z[part]
         excess = (same[part] - p_z) / model  # (rho - 1) / alpha
-        value = _excess(alpha[part] * excess) / alpha[part]
+        log_rho = (at_z[part] / model).log()
+        value = _excess(alpha[part] * excess, log_rho) / alpha[part]
         return gain[part] * value, -gain[part] * alpha[part] * excess / model
 
-    return gain, at_z
+    return gain, z_term
 
 
 def _finite(
@@ -262,55 +265,51 @@ def _finite(
         kept = torch.where(stay[part] > 0, stay[part] * (at_s[part].log() - model_s.log()), 0)
         slope = torch.where(stay[part] > 0, -stay[part] * alpha[part] / model_s, 0)
         value = kept - at_t[part].log() + model_t.log()
-        return steps * value, steps * (slope + later[part] / model_t)
+        # Never negative, by the log-sum inequality.
+        return steps * value.clamp_min(0), steps * (slope + later[part] / model_t)
 
     return gain, at_z
 
 
-def _excess(value: Tensor) -> Tensor:
-    """Return value - log(1 + value), exact for small values too."""
+def _excess(value: Tensor, log: Tensor | None = None) -> Tensor:
+    """Return value - log(1 + value), exact for small values too; ``log`` is log(1 + value) where 1 + value is known."""
     series = value.square() * (0.5 - value * (1 / 3 - value * (0.25 - value * 0.2)))
-    return torch.where(value.abs() < 1e-3, series, value - torch.log1p(value))
+    return torch.where(value.abs() < 1e-3, series, value - (torch.log1p(value) if log is None else log))
 
 
 @dataclass
-class _Sums:
-    """What a chunk's loss found and its gradient needs: (n, 1) in the dtype of the rows."""
+class _Found:
+    """What a chunk's gradient needs from its loss: the rows' log of summed exponentials, and factors, all (n, 1)."""
 
     log_total: Tensor
-    weight: Tensor  # factor of p_e outside 1 / (1 + w_e)
-    at_x: Tensor  # added to the gradient at x
-    at_z: Tensor  # added to the gradient at z
+    drift_x: Tensor
+    drift_z: Tensor
 
 
-def _loss(rows: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, _Sums]:
-    """Return the losses (n,) float64 of prepared logits (n, N)."""
-    kernel, x, z, alpha = tokens.kernel, tokens.x[part, None], tokens.z[part, None], tokens.alpha[part]
-    gain, noise_x = tokens.gain[part], tokens.noise_x[part]
-    logit_x, logit_z = rows.gather(1, x), rows.gather(1, z)
-    log_total = rows.logsumexp(1, keepdim=True)
-    log_p_x = (logit_x.double() - log_total)[:, 0]
-    p_x, p_z = log_p_x.exp(), (logit_z.double() - log_total).exp()[:, 0]
+def _loss(rows: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, _Found]:
+    """Turn prepared logits (n, N) into probabilities, in place, and return the losses, (n,) float64."""
+    alpha, noise_x, gain = tokens.alpha[part], tokens.noise_x[part], tokens.gain[part]
+    places = torch.stack([tokens.x[part], tokens.z[part]], dim=1)
+    at_places = rows.gather(1, places).double()
+    highest = rows.amax(1, keepdim=True)
+    total = reduce_rows(torch.sum, rows.sub_(highest).exp_(), keepdim=True)
+    p = rows.div_(total)
+    log_total = highest.double() + total.double().log()
+    log_p_x, log_p_z = (at_places - log_total).unbind(1)
+    p_x, p_z = log_p_x.exp(), log_p_z.exp()
 
     # KL / alpha, each token's term written as f_x (r - 1 - log r) >= 0 with r = f_p / f_x.
     data_x, model_x = alpha + noise_x, alpha * p_x + noise_x
     change = alpha * (p_x - 1) / data_x
     log_ratio = torch.where(noise_x > 0, (model_x / data_x).log(), log_p_x)
-    at_x = data_x / alpha * torch.where(change.abs() < 1e-3, _excess(change), change - log_ratio)
-    if kernel.k == 0:
-        others, kept = 1 - p_x, torch.zeros_like(p_x)
-    else:
-        terms, kept = _vocabulary_sums(rows, log_total, tokens, part)
-        others = (terms - _terms_at(noise_x, alpha * p_x)) / alpha
+    at_x = data_x / alpha * _excess(change, log_ratio)
+    others = (_terms(p, tokens, part) - _terms_at(noise_x, alpha * p_x)) / alpha
     kl = at_x + others.clamp_min(0)
 
     value, slope = tokens.at_z(p_z, part)
-    drift_x = alpha * p_x / model_x
-    drift_z = slope * p_z
-    total = gain * (kept + drift_x) - drift_z
-    narrow = rows.dtype
-    sums = _Sums(log_total, *(v[:, None].to(narrow) for v in (total, -gain * drift_x, drift_z)))
-    return gain * kl + value, sums
+    drift_x = gain * alpha * p_x / model_x
+    found = _Found(log_total, *(v[:, None].to(rows.dtype) for v in (drift_x, slope * p_z)))
+    return gain * kl + value, found
 
 
 def _terms_at(noise: Tensor, mass: Tensor) -> Tensor:
@@ -318,40 +317,39 @@ def _terms_at(noise: Tensor, mass: Tensor) -> Tensor:
     return torch.where(noise > 0, noise * _excess(mass / noise), mass)
 
 
-def _ratio(rows: Tensor, log_total: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return w = alpha p / noise over the vocabulary, its factor of p, and the noise, (n, 1) or (n, N)."""
-    noise = tokens.kernel.noise(tokens.tau[part])
-    factor = (tokens.alpha[part, None] / noise).to(rows.dtype)  # infinite where there is no noise
-    p = (rows - log_total).exp_()
-    w = p.mul_(factor) if noise.shape[1] == 1 else torch.where(p > 0, p * factor, 0)
-    return w, factor, noise.to(rows.dtype)
-
-
-def _vocabulary_sums(rows: Tensor, log_total: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, Tensor]:
-    """Return sums over all tokens e, (n,) float64, of noise (w - log(1 + w)) and of p / (1 + w)."""
-    w, factor, noise = _ratio(rows, log_total, tokens, part)
-    if noise.shape[1] == 1:
-        terms = (w - w.log1p()).sum(1).double() * noise[:, 0]
-        kept = w.div_(w + 1).sum(1).double() / factor[:, 0]
-    else:
-        p = (rows - log_total).exp()
-        mass = p * tokens.alpha[part, None].to(rows.dtype)
-        terms = torch.where(noise > 0, noise * (w - w.log1p()), mass).sum(1).double()
-        kept = (p / (w + 1)).sum(1).double()
-    return terms, kept
-
-
-def _gradient(rows: Tensor, sums: _Sums, tokens: _Tokens, part: slice, upstream: Tensor) -> Tensor:
-    """Return the gradient of losses to logits, (n, N), in place of the prepared logits; ``upstream`` is (n, 1)."""
-    gain = tokens.gain[part, None].to(rows.dtype)
+def _terms(p: Tensor, tokens: _Tokens, part: slice) -> Tensor:
+    """Return the sum over the vocabulary of `_terms_at` with mass = alpha p, (n,) float64."""
+    alpha = tokens.alpha[part]
     if tokens.kernel.k == 0:
-        grad = rows.sub_(sums.log_total).exp_().mul_(sums.weight * upstream)
+        return alpha
+    noise = tokens.kernel.noise(tokens.tau[part])
+    if noise.shape[1] == 1:
+        # The sum of w needs no pass: p sums to 1.
+        noise = noise.clamp_min(_LEAST_NOISE)
+        logs = reduce_rows(torch.sum, (p * (alpha[:, None] / noise).to(p.dtype)).log1p_())
+        return alpha - noise[:, 0] * logs
+    noise = noise.to(p.dtype)
+    mass = p * alpha[:, None].to(p.dtype)
+    w = torch.where(noise > 0, mass / noise, 0)
+    return reduce_rows(torch.sum, torch.where(noise > 0, noise * (w - w.log1p()), mass)).double()
+
+
+def _gradient(p: Tensor, found: _Found, tokens: _Tokens, part: slice, upstream: Tensor) -> Tensor:
+    """Turn probabilities (n, N) into the gradient of losses to logits, in place; ``upstream`` is (n, 1)."""
+    gain, alpha = tokens.gain[part, None].to(p.dtype), tokens.alpha[part, None]
+    if tokens.kernel.k == 0:
+        grad = p.mul_((found.drift_x - found.drift_z) * upstream)
     else:
-        w, _, _ = _ratio(rows, sums.log_total, tokens, part)
-        factor = w.add_(1).reciprocal_().mul_(-gain * upstream).add_(sums.weight * upstream)
-        grad = rows.sub_(sums.log_total).exp_().mul_(factor)
-    grad.scatter_add_(1, tokens.x[part, None], sums.at_x * upstream)
-    return grad.scatter_add_(1, tokens.z[part, None], sums.at_z * upstream)
+        noise = tokens.kernel.noise(tokens.tau[part])
+        if noise.shape[1] == 1:
+            rest = torch.div(p, (p * (alpha / noise.clamp_min(_LEAST_NOISE)).to(p.dtype)).add_(1))
+        else:
+            model = p * alpha.to(p.dtype) + noise.to(p.dtype)
+            rest = torch.where(model > 0, p * noise.to(p.dtype) / model, 0)
+        weight = gain * reduce_rows(torch.sum, rest, keepdim=True) + found.drift_x - found.drift_z
+        grad = p.mul_(weight * upstream).addcmul_(rest, gain * upstream, value=-1)
+    grad.scatter_add_(1, tokens.x[part, None], -found.drift_x * upstream)
+    return grad.scatter_add_(1, tokens.z[part, None], found.drift_z * upstream)
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
@@ -363,12 +361,12 @@ class _Nelbo(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: _Tokens) -> Tensor:
         work = _working(logits.dtype)
         loss = logits.new_zeros(tokens.count, dtype=work)
-        ctx.tokens, ctx.sums = tokens, []
+        ctx.tokens, ctx.found = tokens, []
         for part in tokens.chunks(rows_at_once(logits.shape[1], logits.device)):
             rows = tokens.prepare(tokens.rows(logits, part).to(work, copy=True), part)
-            values, sums = _loss(rows, tokens, part)
+            values, found = _loss(rows, tokens, part)
             loss[tokens.index[part]] = values.to(work)
-            ctx.sums.append(sums)
+            ctx.found.append(found)
         ctx.save_for_backward(logits)
         return loss
 
@@ -378,10 +376,11 @@ class _Nelbo(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         tokens, work = ctx.tokens, _working(logits.dtype)
         grad = torch.empty_like(logits) if len(tokens.index) == tokens.count else torch.zeros_like(logits)
-        for part, sums in zip(tokens.chunks(rows_at_once(logits.shape[1], logits.device)), ctx.sums, strict=True):
+        for part, found in zip(tokens.chunks(rows_at_once(logits.shape[1], logits.device)), ctx.found, strict=True):
             rows = tokens.prepare(tokens.rows(logits, part).to(work, copy=True), part)
+            p = rows.sub_(found.log_total.to(work)).exp_()
             here = upstream[tokens.index[part], None].to(work)
-            grad[tokens.index[part]] = _gradient(rows, sums, tokens, part, here).to(grad.dtype)
+            grad[tokens.index[part]] = _gradient(p, found, tokens, part, here).to(grad.dtype)
         return grad, None
 
 
@@ -409,15 +408,17 @@ def _linear_pass(
             logits += bias
         for part in tokens.chunks(rows_at_once(len(weight), hidden.device), block):
             rows = tokens.prepare(logits[part.start - block.start : part.stop - block.start], part)
-            values, sums = _loss(rows, tokens, part)
+            values, found = _loss(rows, tokens, part)
             loss[tokens.index[part]] = values.to(work)
             if upstream is not None:
-                _gradient(rows, sums, tokens, part, upstream[tokens.index[part], None].to(work))
+                _gradient(rows, found, tokens, part, upstream[tokens.index[part], None].to(work))
         if upstream is not None:
             narrow = logits.to(hidden.dtype)
             grad_hidden[tokens.index[block]] = narrow @ weight
             wide = wide.addmm_(narrow.T, states) if work == hidden.dtype else wide.add_(narrow.T @ states)
             wide_bias += logits.sum(0)
+            del narrow
+        del logits, rows  # before the next block's are made
     if upstream is None:
         return loss, None
     return loss, _HeadGradients(grad_hidden, wide.to(weight.dtype), None if bias is None else wide_bias.to(bias.dtype))
@@ -441,15 +442,21 @@ class _LinearNelbo(torch.autograd.Function):
 
 class _ReducedLinearNelbo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, scale: float) -> Tensor:
-        wanted = any(ctx.needs_input_grad)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, scale: float, training: bool
+    ) -> Tensor:
+        wanted = training and any(ctx.needs_input_grad)
         upstream = hidden.new_full((tokens.count,), scale, dtype=_working(hidden.dtype)) if wanted else None
         loss, grads = _linear_pass(hidden, weight, bias, tokens, upstream)
-        if grads is not None:
-            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
+        ctx.grads = grads
         return loss.sum(dtype=torch.float64).mul(scale).to(loss.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if grad is None else grad * upstream for grad in ctx.saved_tensors), None, None
+        # Scaled in place: a copy would double the memory of the weight's gradient.
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("linear_nelbo: one backward pass only; reduction='none' allows several")
+        scaled = [None if grad is None else grad.mul_(upstream) for grad in (grads.hidden, grads.weight, grads.bias)]
+        return *scaled, None, None, None

@@ -47,9 +47,10 @@ def transition(z: Tensor, t: Tensor, s: Tensor, kernel: NoiseKernel) -> Tensor:
 
 
 def posterior_of(p: Tensor, z: Tensor, t: Tensor, s: Tensor, kernel: NoiseKernel) -> Tensor:
-    """Return q(z_s | z_t = z, p) = f_s(p, .) f_{t|s}(., z) / f_t(p, z), (..., N)."""
+    """Return q(z_s | z_t = z, p) = f_s(p, .) f_{t|s}(., z) / f_t(p, z), (..., N); z stays where it is impossible."""
     joint = marginal(p, s, kernel) * transition(z, t, s, kernel)
-    return joint / joint.sum(-1, keepdim=True)
+    total = joint.sum(-1, keepdim=True)
+    return torch.where(total > 0, joint / total, _one_hot(z, kernel))
 
 
 def posterior(

@@ -14,7 +14,7 @@ from spotlights.diffusion.checks import (
     step_times,
     uniforms,
 )
-from spotlights.diffusion.chunks import rows_at_once
+from spotlights.diffusion.chunks import reduce_rows, rows_at_once
 from spotlights.diffusion.kernel import NoiseKernel, categorical
 from spotlights.diffusion.reference import own_evidence
 
@@ -93,7 +93,7 @@ def posterior_step(
         rows = prepare(rows_of.index_select(0, part), flat[part], later[part])
         highest = rows.amax(1, keepdim=True)
         weights = rows.sub_(highest).exp_()
-        total = weights.sum(1)
+        total = reduce_rows(torch.sum, weights)
         if not bool(total.isfinite().all()):
             raise ValueError("logits: expected numbers without NaN or +infinity, and a token other than the mask")
         p_z = (weights.gather(1, flat[part, None])[:, 0] / total).double()

@@ -138,6 +138,36 @@ def new_folder(path: str | Path | None, prefix: str) -> Iterator[Path]:
             folder.rmdir()
 
 
+def claim_folder(folder: Path, settings_file: str, settings: Mapping[str, Any]) -> None:
+    """Make a folder for several runs that a repeated command goes on with, or check that it belongs to that command.
+
+    Args:
+        folder: new, empty, or claimed before by the same settings.
+        settings_file: name of the JSON file in it that says whose it is.
+        settings: plain values.
+
+    Raises:
+        UserError: the folder holds something else, or cannot be used.
+    """
+    path = folder / settings_file
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: unreadable ({error}); name another folder by --out") from error
+        if found != settings:
+            raise UserError(f"--out: {folder} holds a demo with other settings ({found}); name another folder")
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = next(folder.iterdir(), None)
+    except OSError as error:
+        raise UserError(f"--out: cannot use the folder {folder}: {error.strerror}") from error
+    if content is not None:
+        raise UserError(f"--out: {folder} is not empty (it holds {content.name}); name a new folder")
+    write_json(path, settings)
+
+
 def _fresh_folder(prefix: str) -> Path:
     base = Path("runs") / f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlights.runtime.bench import control_kernel, interleave
+from spotlights.runtime.bench_run import WrongResultError
 from spotlights.runtime.bench_table import LOW, Results, Row, measures, peak_bytes
 from spotlights.wbmm.providers import LAYOUTS, Provider, providers_for
 
@@ -48,10 +49,6 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "cpu": tuple(case for channels in (64, 256, 320) for case in _square(channels, _GRID)),
     "paper": _square(256, [(batch, side) for side in (14, 28, 56, 224) for batch in (1, 4, 16, 64, 128)]),
 }
-
-
-class WrongResultError(Exception):
-    """A provider's result differs from the definition: its time would mean nothing."""
 
 
 # (channels, height, width, device, dtype, train) -> providers, and reasons for those left out.

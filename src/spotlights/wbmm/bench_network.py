@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spotlights.runtime.bench import control_kernel, interleave
+from spotlights.runtime.bench_run import RESULTS, WrongResultError, prepare_run
 from spotlights.runtime.bench_table import LOW, Results, Row, measures, peak_bytes, read_table
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.progress import EpochProgress
-from spotlights.wbmm.bench import DTYPES, WrongResultError, exact_float32
+from spotlights.wbmm.bench import DTYPES, exact_float32
 from spotlights.wbmm.bench_network_report import (
     PROFILE,
     case_table,
@@ -27,8 +28,7 @@ from spotlights.wbmm.bench_network_report import (
     write_network_report,
 )
 from spotlights.wbmm.bench_profile import PROFILE_BATCHES, profile_parts
-from spotlights.wbmm.bench_report import RESULTS, baseline_table
-from spotlights.wbmm.bench_run import prepare_run
+from spotlights.wbmm.bench_report import baseline_table
 from spotlights.wbmm.providers import LAYOUTS
 
 TWIN_KERNEL = 13

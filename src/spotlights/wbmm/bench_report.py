@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REPORT = "report.html"
-RESULTS = "results.csv"
 _CHANGED = 0.1
 
 

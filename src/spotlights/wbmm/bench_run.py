@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from spotlights.runtime.bench import copy_bandwidth, keep_memory_warm, peak_flops
-from spotlights.runtime.bench_table import Results, Row, environment, read_table
+from spotlights.runtime.bench import copy_bandwidth, peak_flops
+from spotlights.runtime.bench_run import RESULTS, prepare_run
+from spotlights.runtime.bench_table import Results, Row, read_table
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.progress import EpochProgress
 from spotlights.wbmm.bench import DTYPES, SUITES, Case, run_cases
-from spotlights.wbmm.bench_report import RESULTS, baseline_table, case_table, print_summary, write_report
+from spotlights.wbmm.bench_report import baseline_table, case_table, print_summary, write_report
 
 
 class _Screen:
@@ -86,31 +84,3 @@ def run_bench(
     if folder is not None:
         console.print(f"report: {write_report(folder / RESULTS)}", soft_wrap=True)
     return results.rows
-
-
-def prepare_run(device: str, out: str | Path | None) -> tuple[Path | None, Row]:
-    """Check the device, open the folder, make the process fit for timing; return folder and environment's columns.
-
-    Raises:
-        UserError: no such device, or an unusable folder.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: got cuda, but torch sees no CUDA device")
-    folder = None if out is None else _folder(Path(out))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks up where there is no GPU
-    if device == "cpu":
-        keep_memory_warm()
-    return folder, environment(device)
-
-
-def _folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = next(folder.iterdir(), None)
-    except OSError as error:
-        raise UserError(f"--out: cannot use the folder {folder}: {error.strerror}") from error
-    if content is not None and not (folder / RESULTS).exists():
-        raise UserError(f"--out: {folder} is not empty (it holds {content.name}); name a new folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out: cannot write in {folder}: permission denied")
-    return folder

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from spotlights.runtime.bench import Timing, control_kernel, interleave, machine_line
-from spotlights.runtime.errors import UserError
-from spotlights.runtime.runs import CONFIG, write_json
+from spotlights.runtime.runs import CONFIG, claim_folder
 from spotlights.runtime.training import read_metrics
 from spotlights.wbmm.recipes.classification import SUMMARY, train
 from spotlights.wbmm.recipes.config import ClassificationConfig, DemoConfig, load_config
@@ -71,7 +70,7 @@ def run_demo(folder: str | Path, config: DemoConfig, *, progress: bool = True) -
     config.validate()
     folder = Path(folder)
     show: Callable[[str], None] = print if progress else (lambda text: None)
-    _claim(folder, config)
+    claim_folder(folder, SETTINGS, asdict(config))
     runs = [(name, seed) for seed in range(config.seeds) for name in NETWORKS]
     for number, (name, seed) in enumerate(runs, start=1):
         show(f"\n[{number}/{len(runs)}] {name}, seed {seed}")
@@ -81,26 +80,6 @@ def run_demo(folder: str | Path, config: DemoConfig, *, progress: bool = True) -
     report = write_report(folder, result)
     show(f"\n{report.summary}\nreport: {report.path}")
     return report.path
-
-
-def _claim(folder: Path, config: DemoConfig) -> None:
-    settings = folder / SETTINGS
-    if settings.is_file():
-        try:
-            found = json.loads(settings.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{settings}: unreadable ({error}); name another folder by --out") from error
-        if found != asdict(config):
-            raise UserError(f"--out: {folder} holds a demo with other settings ({found}); name another folder")
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = next(folder.iterdir(), None)
-    except OSError as error:
-        raise UserError(f"--out: cannot use the folder {folder}: {error.strerror}") from error
-    if content is not None:
-        raise UserError(f"--out: {folder} is not empty (it holds {content.name}); name a new folder")
-    write_json(settings, asdict(config))
 
 
 def _run_folder(folder: Path, name: str, seed: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,19 +53,10 @@ def add_bench(verbs: Any) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     with needs_vision():
-        from spotlights.wbmm.bench import WrongResultError
+        from spotlights.runtime.bench_run import run_to_exit_code
 
-        run = _network_bench(arguments) if arguments.suite == _NETWORK else _operator_bench(arguments)
-        try:
-            run()
-        except WrongResultError as error:
-            print(f"spotlights: wrong result: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            if arguments.out is not None:
-                print("stopped; the same command goes on", file=sys.stderr)
-            raise
-    return 0
+        bench = _network_bench(arguments) if arguments.suite == _NETWORK else _operator_bench(arguments)
+        return run_to_exit_code(bench, resumes=arguments.out is not None)
 
 
 def _operator_bench(arguments: argparse.Namespace) -> Callable[[], object]:

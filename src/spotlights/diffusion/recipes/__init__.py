@@ -1,0 +1,1 @@
+"""Training, judging and sampling denoisers of token sequences."""

@@ -1,0 +1,239 @@
+"""The demo: what it writes, that it goes on where it stopped, its verdicts, and how its page looks."""
+
+import csv
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the text extra")
+
+from spotlights.cli import main
+from spotlights.diffusion.demo import METHODS, Outcome, bound_verdict, compare, verdict
+from spotlights.diffusion.demo_parts import PARTS, QUICK, Row
+from spotlights.diffusion.digits import (
+    Digits,
+    accuracy,
+    frechet_distance,
+    frechet_error,
+    load_digits,
+    pictures,
+    quantise,
+    train_classifier,
+)
+
+COMMAND = ["xdlm", "demo", "--quick", "--seeds", "2"]
+
+
+def rows(folder):
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    assert main([*COMMAND, "--quiet", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_results_hold_every_figure_once(demo):
+    found = [(row["part"], row["k"], row["steps"], row["seed"], row["metric"]) for row in rows(demo)]
+    assert len(found) == len(set(found))
+    for name in PARTS:
+        for k in ("0", "0.1", "0.5", "1"):
+            assert (name, k, "", "", "nelbo") in found
+            for steps in QUICK.steps[name]:
+                if name == "digits":
+                    assert {(name, k, str(steps), "", metric) for metric in ("fid", "accuracy")} <= set(found)
+                else:
+                    wanted = {(name, k, str(steps), seed, metric) for seed in "01" for metric in ("nll", "entropy")}
+                    assert wanted <= set(found)
+    assert ("text", "1", "", "", "bits_per_byte") in found
+
+
+def test_results_are_numbers_with_a_machine_line(demo):
+    for row in rows(demo):
+        assert math.isfinite(float(row["value"]))
+        assert "torch" in row["machine"]
+        assert row["method"] == ("held-back data" if not row["k"] else METHODS[float(row["k"])])
+
+
+def test_held_back_data_have_the_entropy_of_the_source(demo):
+    source = PARTS["hmm"](QUICK)
+    held = source.data.test.tokens
+    row = next(row for row in rows(demo) if (row["part"], row["k"], row["metric"]) == ("hmm", "", "nll"))
+    assert float(row["value"]) == pytest.approx(float(source.likelihood.nll(held).mean()), rel=1e-5)
+
+
+def test_page_names_every_part_and_holds_nothing_from_elsewhere(demo):
+    page = (demo / "report.html").read_text(encoding="utf-8")
+    for part in (PARTS[name](QUICK) for name in ("hmm", "brackets")):
+        assert part.title in page
+        assert (
+            part.text(part.data.test.tokens[0]).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in page
+        )
+    for name in METHODS.values():
+        assert name in page
+    assert not re.findall(r"""(?:src|href|srcset)\s*=\s*["'](?!data:|#)""", page)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", page)
+
+
+def test_pictures_are_written(demo):
+    from PIL import Image
+
+    for name in ("nelbo", "digits", *(f"frontier-{part}" for part in PARTS)):
+        with Image.open(demo / f"{name}.png") as image:
+            assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 20
+
+
+def test_finished_models_are_kept_and_a_lost_judgement_is_made_again(demo, capsys):
+    run = demo / "runs" / "hmm-k0.5"
+    before, judged = (run / "last.ckpt").stat().st_mtime_ns, json.loads((run / "judged.json").read_text())
+    (run / "judged.json").unlink()
+    assert main([*COMMAND, "--out", str(demo)]) == 0
+    assert capsys.readouterr().out.count("finished before") == len(METHODS) * len(PARTS) - 1
+    assert (run / "last.ckpt").stat().st_mtime_ns == before
+    again = json.loads((run / "judged.json").read_text())
+    assert again["samples"] == judged["samples"]
+    figures = [[row for row in stored["rows"] if row["metric"] != "seconds"] for stored in (again, judged)]
+    assert figures[0] == figures[1]
+
+
+def test_an_unreadable_judgement_is_named(demo, capsys):
+    judged = demo / "runs" / "hmm-k0" / "judged.json"
+    content = judged.read_text()
+    judged.write_text("{")
+    assert main([*COMMAND, "--quiet", "--out", str(demo)]) == 2
+    assert "judged.json: unreadable" in capsys.readouterr().err
+    judged.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "0"], "--seeds: got 0, expected at least 1"),
+        (["--parts", "hmm", "music"], "--parts: got music, expected some of hmm, brackets, text, digits"),
+    ],
+)
+def test_bad_settings(options, message, tmp_path, capsys):
+    assert main(["xdlm", "demo", "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_settings_are_refused(demo, capsys):
+    assert main(["xdlm", "demo", "--out", str(demo)]) == 2
+    assert "holds a demo with other settings" in capsys.readouterr().err
+
+
+def outcome(few, many, *, error=0.01, entropy=1.0, higher_is_better=False, quality="nll"):
+    """A part whose k = 0 has 1 everywhere, and whose k > 0 have these figures at 4 and 256 steps, k = 0.5 the best."""
+    worse = -0.1 if higher_is_better else 0.1
+    found = [Row("x", None, None, None, "entropy", 1.0)]
+    for k in METHODS:
+        found.append(Row("x", k, None, None, "nelbo", 2 + k, 0.05, 10))
+        for steps, value in ((4, few), (256, many)):
+            of_k = 1.0 if k == 0 else value if k == 0.5 else value + worse
+            for seed in (0, 1):
+                found.append(Row("x", k, steps, seed, quality, of_k, error, 10))
+                found.append(Row("x", k, steps, seed, "entropy", entropy, None, 10))
+    part = SimpleNamespace(name="x", steps=(4, 256), quality=quality, higher_is_better=higher_is_better)
+    return Outcome(part, found, {})
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "words"),
+    [
+        (0.5, 1.5, "The paper's shape appears"),
+        (0.5, 1.001, "k > 0 is ahead at few steps, but k = 0 is not at many"),
+        (0.5, 0.6, "k > 0 is ahead at few steps, but k = 0 is not at many"),
+        (1.5, 1.5, "k = 0 is ahead at many steps, but k > 0 is not at few"),
+        (0.999, 1.001, "The paper's shape does not appear"),
+    ],
+)
+def test_verdicts_follow_the_figures(few, many, words):
+    found = verdict(outcome(few, many))
+    assert words in found
+    assert f"(k = 0.5) has NLL {few:.3f}, k = 0 has 1.000 (difference {few - 1:+.3f}" in found
+
+
+def test_comparisons_know_their_margin():
+    # Two seeds halve the variance; two models double it.
+    found = compare(outcome(0.5, 1.0, error=0.03), 4)
+    assert (found.k, found.verdict) == (0.5, "better")
+    assert found.margin == pytest.approx(2.394 * 0.03, rel=1e-6)
+    assert compare(outcome(0.95, 1.0, error=0.03), 4).verdict == "even"
+    assert compare(outcome(1.2, 1.0, higher_is_better=True), 4).verdict == "better"
+    assert compare(outcome(0.8, 1.0, higher_is_better=True), 4).verdict == "worse"
+
+
+def test_repetition_is_told():
+    assert "repeat themselves, with a token entropy of 0.50 against 1.00" in verdict(outcome(0.5, 1.5, entropy=0.5))
+    assert "repeat themselves" not in verdict(outcome(0.5, 1.5))
+
+
+def test_bounds_are_ranked():
+    assert "2.000 (k = 0), 2.100 (k = 0.1), 2.500 (k = 0.5), 3.000 (k = 1): a gap of 1.000 ± 0.139." in bound_verdict(
+        outcome(1, 1)
+    )
+
+
+def test_digits_keep_their_classes_and_levels():
+    train, test = load_digits()
+    assert train.tokens.shape == (4000, 64)
+    assert test.tokens.shape == (1000, 64)
+    assert train.labels.bincount().tolist() == [400] * 10
+    assert test.labels.bincount().tolist() == [100] * 10
+    assert train.tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    few, fewer = load_digits(100)
+    assert (len(few.labels), len(fewer.labels)) == (100, 20)
+    image = torch.zeros(1, 28, 28)
+    image[0, 2:5, 5:8] = 255
+    assert quantise(image)[0].nonzero().flatten().tolist() == [1]
+    assert pictures(quantise(image))[0, 0].tolist() == [0, 252, 0, 0, 0, 0, 0, 0]
+
+
+def test_the_classifier_reads_digits():
+    train, test = load_digits()
+    state = torch.get_rng_state()
+    judge = train_classifier(train, epochs=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    right = accuracy(judge, test)
+    assert float(right.double().mean()) > 0.88
+    shuffled = Digits(test.tokens, test.labels.roll(100))
+    assert float(accuracy(judge, shuffled).double().mean()) < 0.1
+
+
+def test_frechet_distance_of_normal_features():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(20_000, 3, dtype=torch.float64, generator=generator)
+    mixing = torch.tensor([[1.0, 0.5, 0.0], [0.0, 2.0, 0.3], [0.0, 0.0, 0.7]], dtype=torch.float64)
+    other = draws @ mixing + torch.tensor([1.0, 0.0, -2.0])
+    covariance, product = mixing.T @ mixing, torch.linalg.eigvals(mixing.T @ mixing).real
+    expected = 5 + 3 + float(covariance.trace()) - 2 * float(product.sqrt().sum())
+    assert frechet_distance(draws, other) == pytest.approx(expected, rel=0.03)
+    assert frechet_distance(draws, draws) == pytest.approx(0, abs=1e-9)
+    # Means of n draws move by 1 / sqrt(n): the distance of a shifted set does, by about twice the shift.
+    shifted = draws[:400] + torch.tensor([3.0, 0.0, 0.0])
+    assert frechet_error(shifted, draws) == pytest.approx(2 * 3 / 20, rel=0.4)
+    with pytest.raises(ValueError, match="first, second: got shapes"):
+        frechet_distance(draws[:1], draws)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_page_in_a_browser(demo, browser_evaluate, browser_screenshot, tmp_path, width):
+    from PIL import Image
+
+    page = demo / "report.html"
+    widths = browser_evaluate(page, "[...page.images].map(image => image.naturalWidth)", width=width)
+    assert len(widths) == 6
+    assert min(widths) > 0
+    overflow = "page.documentElement.scrollWidth - page.documentElement.clientWidth"
+    assert browser_evaluate(page, overflow, width=width) <= 0
+    with Image.open(browser_screenshot(page, tmp_path / "page.png", width=width, height=3000)) as image:
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 200
