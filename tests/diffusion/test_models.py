@@ -43,6 +43,14 @@ def test_position_counts(tokens):
     assert (logits - turned).abs().max() > 1e-3
 
 
+def test_absolute_positions_count_where_they_are_learned():
+    """In a sequence of equal tokens every place sees the same, but for where it is."""
+    tokens = torch.full((1, 12), 3)
+    rotary, learned = make()(tokens).logits[0], make(learned_positions=True)(tokens).logits[0]
+    torch.testing.assert_close(rotary, rotary[:1].expand_as(rotary))
+    assert (learned - learned[:1]).abs().max() > 1e-3
+
+
 def test_padding_is_not_seen(tokens):
     model, mask = make(), torch.arange(12) < torch.tensor([[7], [12]])
     padded = model(tokens, attention_mask=mask).logits

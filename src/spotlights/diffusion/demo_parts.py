@@ -129,7 +129,7 @@ class Part(ABC):
         )
         return XDLMForMaskedLM(config)
 
-    def size(self) -> dict[str, int]:
+    def size(self) -> dict[str, Any]:
         """Return width and depth of the network."""
         return {"hidden_size": 64, "num_hidden_layers": 2}
 
@@ -226,7 +226,7 @@ class TextPart(SequencePart):
         shown = text_of(self.vocabulary, tokens.tolist()).replace("\n", "↵").replace("\x7f", "␡")
         return "".join(chr(0x2400 + ord(letter)) if letter < " " else letter for letter in shown)
 
-    def size(self) -> dict[str, int]:
+    def size(self) -> dict[str, Any]:
         """Return width and depth of the network."""
         return {"hidden_size": 96, "num_hidden_layers": 3}
 
@@ -249,9 +249,9 @@ class DigitsPart(Part):
         self.classifier: DigitClassifier = train_classifier(train)
         self.real = self._features(train.tokens)
 
-    def size(self) -> dict[str, int]:
+    def size(self) -> dict[str, Any]:
         """Return width, depth and classes of the network."""
-        return {"hidden_size": 64, "num_hidden_layers": 2, "num_classes": CLASSES}
+        return {"hidden_size": 64, "num_hidden_layers": 2, "num_classes": CLASSES, "learned_positions": True}
 
     @torch.no_grad()
     def _features(self, tokens: Tensor) -> Tensor:

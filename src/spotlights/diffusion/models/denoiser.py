@@ -32,6 +32,8 @@ class XDLMConfig(PreTrainedConfig):
         num_attention_heads: heads, of an even width.
         intermediate_size: width inside a block's MLP; 4 D where None.
         max_position_embeddings: longest sequence.
+        learned_positions: add a learned embedding of the absolute position, for data of a fixed layout such as images;
+            rotary positions alone tell distances only.
         num_classes: classes to condition on, 0 for none; class id ``num_classes`` means "no class".
         dropout: of embeddings and of what each half block adds.
         initializer_range: standard deviation of initial weights.
@@ -55,6 +57,7 @@ class XDLMConfig(PreTrainedConfig):
     num_attention_heads: int = 4
     intermediate_size: int | None = None
     max_position_embeddings: int = 256
+    learned_positions: bool = False
     num_classes: int = 0
     dropout: float = 0.0
     initializer_range: float = 0.02
@@ -96,6 +99,7 @@ class XDLMForMaskedLM(PreTrainedModel):
         check_parameterization(config.parameterization)
         self.noise_kernel()
         self.embedding = nn.Embedding(config.vocab_size, width)
+        self.positions = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
         # One row more for "no class".
         self.classes = nn.Embedding(config.num_classes + 1, width) if config.num_classes else None
         self.dropout = nn.Dropout(config.dropout)
@@ -186,7 +190,10 @@ class XDLMForMaskedLM(PreTrainedModel):
         if mask is not None and attention_mask is not None:
             # A padding token sees itself, so that no row of attention is empty.
             mask = mask | torch.eye(length, dtype=torch.bool, device=mask.device)
-        x = self.dropout(self.embedding(input_ids))
+        x = self.embedding(input_ids)
+        if self.positions is not None:
+            x = x + self.positions.weight[:length]
+        x = self.dropout(x)
         rotation = _rotation(length, self.config.hidden_size // self.config.num_attention_heads, x)
         for block in self.blocks:
             x = block(x, rotation, mask, condition)
