@@ -104,16 +104,20 @@ def _judged(
             raise UserError(f"{judged}: unreadable ({error}); delete it to judge this model again") from error
     model = _trained(run, part, k, progress)
     rows = list(part.bound(model, k))
-    say(", ".join(_words(row) for row in rows))
+    say(", ".join(map(_words, rows)))
     samples: dict[int, list[list[int]]] = {}
 
     def keep(steps: int, made: Tensor) -> None:
         samples[steps] = made.tolist()
 
+    shown: list[Row] = []
     for row in part.judge(model, k, seeds, keep):
         rows.append(row)
-        if row.metric != "seconds" and not row.seed:
-            say(f"{row.steps} steps: {_words(row)}")
+        shown.append(row)
+        if row.metric == "seconds":
+            of = "" if row.seed is None else f", set {row.seed + 1}/{seeds}"
+            say(f"{row.steps} steps{of}: {', '.join(map(_words, shown[:-1]))} ({row.value:.1f} s)")
+            shown.clear()
     write_json(judged, {"rows": [asdict(row) for row in rows], "samples": samples})
     return rows, samples
 

@@ -35,6 +35,7 @@ _METRICS = {
     "accuracy": ("Read as the wanted class, %", 1),
     "fid": ("FID on the judge's features", 2),
 }
+_SHORT = {"nll": "NLL", "fid": "FID", "accuracy": "right, %"}
 _DATA = "held-back data"
 _GAP = 1  # pixels between digits
 
@@ -174,29 +175,30 @@ def _csv(rows: Sequence[Row], machine: str) -> str:
 
 def show_tables(outcomes: Sequence[Outcome]) -> None:
     """Print one table for each part."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for outcome in outcomes:
         part = outcome.part
-        table = Table(title=part.title, title_justify="left")
+        table = Table(title=part.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
         bound = "bits_per_byte" if any(row.metric == "bits_per_byte" for row in outcome.rows) else "nelbo"
-        quality, second = _qualities(outcome)
+        qualities = _qualities(outcome)
         table.add_column("")
-        table.add_column(_METRICS[bound][0].replace(", ", "\n"), justify="right")
-        for steps in part.steps:
-            table.add_column(f"{quality.upper()} / {second}\n{steps} steps", justify="right")
+        for title in (_METRICS[bound][0].replace(", ", "\n"), "", *(f"{steps}\nsteps" for steps in part.steps)):
+            table.add_column(title, justify="right", no_wrap=True)
+        names = "\n".join(_SHORT.get(metric, metric) for metric in qualities)
         for k, name in METHODS.items():
-            cells = [
-                " / ".join(_format(outcome.value(metric, k, steps)[0], metric) for metric in (quality, second))
+            cells = (
+                "\n".join(_format(outcome.value(metric, k, steps)[0], metric) for metric in qualities)
                 for steps in part.steps
-            ]
-            table.add_row(name, _format(outcome.value(bound, k)[0], bound), *cells)
-        data = " / ".join(_format(outcome.value(metric, None)[0], metric) for metric in (quality, second))
-        table.add_row(_DATA, "", data, style="dim")
+            )
+            table.add_row(name, _format(outcome.value(bound, k)[0], bound), names, *cells)
+        data = "\n".join(_format(outcome.value(metric, None)[0], metric) for metric in qualities)
+        table.add_row(_DATA, "", names, data, style="dim")
         console.print(table)
-        console.print(f"{verdict(outcome)}\n", markup=False)
+        console.print(f"{bound_verdict(outcome)} {verdict(outcome)}\n")
 
 
 @contextmanager
