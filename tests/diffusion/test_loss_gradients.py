@@ -149,3 +149,17 @@ class TestGradients:
             assert torch.equal(grad, results[0][1])
         fused = linear_nelbo(hidden, weight, x, z, 0.5, kernel)
         torch.testing.assert_close(fused, nelbo(hidden @ weight.T, x, z, 0.5, kernel).mean())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_changes_nothing(reduction):
+    kernel = NoiseKernel.mixed(9, 8, 0.3)
+    hidden, weight = random(2, 5, 4).float().requires_grad_(), random(9, 4, seed=1).float().requires_grad_()
+    x = torch.randint(8, (2, 5), generator=torch.Generator().manual_seed(2))
+    z = kernel.q_sample(x, 0.5, generator=torch.Generator().manual_seed(3))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            total = linear_nelbo(hidden, weight, x, z, 0.5, kernel, reduction=reduction).sum()
+        found.append((total.detach(), *torch.autograd.grad(total, (hidden, weight))))
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))

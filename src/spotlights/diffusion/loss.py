@@ -134,11 +134,15 @@ def linear_nelbo(
     check_tokens("z", z, kernel.vocab_size)
     tokens = _Tokens.select(x, z, t, kernel, observed, parameterization, steps)
     arguments = (hidden.flatten(0, 1), weight, bias, tokens)
-    if reduction == "none":
-        return _checked(_LinearNelbo.apply(*arguments), "hidden, weight or bias").view(z.shape)
-    counted = z.numel() if observed is None else int((~observed).sum())
-    scale = 1 / max(counted, 1) if reduction == "mean" else 1.0
-    return _checked(_ReducedLinearNelbo.apply(*arguments, scale, torch.is_grad_enabled()), "hidden, weight or bias")
+    # Products run in the dtype of what is given, whatever autocast says.
+    with torch.autocast(hidden.device.type, enabled=False):
+        if reduction == "none":
+            loss = _LinearNelbo.apply(*arguments).view(z.shape)
+        else:
+            counted = z.numel() if observed is None else int((~observed).sum())
+            scale = 1 / max(counted, 1) if reduction == "mean" else 1.0
+            loss = _ReducedLinearNelbo.apply(*arguments, scale, torch.is_grad_enabled())
+    return _checked(loss, "hidden, weight or bias")
 
 
 def _checked(loss: Tensor, source: str) -> Tensor:

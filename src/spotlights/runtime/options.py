@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from spotlights.runtime.errors import UserError, first_line
 
@@ -39,6 +40,34 @@ def at_least(least: int, **values: int | None) -> None:
     """Raise UserError for an option below its least value; None passes."""
     for name, value in values.items():
         require(value is None or value >= least, name, value, f"at least {least}")
+
+
+class Settings(Protocol):
+    """A dataclass of a recipe's settings that can check itself."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def validate(self) -> None:
+        """Raise UserError for a value out of range."""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def settings_from(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Return the settings that a run's ``config.yaml`` holds, checked.
+
+    Raises:
+        UserError: an unknown or ill-typed setting, or one out of range.
+    """
+    if unknown := set(values) - {entry.name for entry in fields(kind)}:
+        raise UserError(f"config.yaml: unknown setting {', '.join(sorted(unknown))}")
+    settings = kind(**values)
+    try:
+        settings.validate()
+    except TypeError as error:
+        raise UserError(f"config.yaml: a setting of the wrong type: {error}") from error
+    return settings
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from spotlights.diffusion.schedules import SCHEDULES
 from spotlights.runtime import runs
 from spotlights.runtime.errors import UserError
-from spotlights.runtime.options import require
+from spotlights.runtime.options import require, settings_from
 
 KIND = "diffusion text"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -106,22 +106,6 @@ class DiffusionConfig:
             values["vocab"] = str(Path(self.vocab).absolute())
         return values
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DiffusionConfig:
-        """Return the settings that :meth:`to_dict` gave.
-
-        Raises:
-            UserError: an unknown or ill-typed setting.
-        """
-        if unknown := set(values) - {entry.name for entry in fields(cls)}:
-            raise UserError(f"config.yaml: unknown setting {', '.join(sorted(unknown))}")
-        config = cls(**values)
-        try:
-            config.validate()
-        except TypeError as error:
-            raise UserError(f"config.yaml: a setting of the wrong type: {error}") from error
-        return config
-
 
 def load_config(folder: str | Path) -> DiffusionConfig:
     """Return the settings of a run, with ``out`` set to its folder.
@@ -131,6 +115,6 @@ def load_config(folder: str | Path) -> DiffusionConfig:
     """
     values = runs.read_config(folder, KIND)
     values.pop("resolved", None)
-    config = DiffusionConfig.from_dict(values)
+    config = settings_from(DiffusionConfig, values)
     config.out = str(folder)
     return config

@@ -50,20 +50,18 @@ def batch_nelbo(
         hidden = hidden.bfloat16()
     else:
         hidden = hidden.to(head.weight.dtype)
-    # The loss does its products itself, in the dtype of what it is given.
-    with torch.autocast(device, enabled=False):
-        return linear_nelbo(
-            hidden,
-            head.weight.to(hidden.dtype),
-            batch["tokens"],
-            z,
-            t,
-            kernel,
-            bias=head.bias,
-            observed=batch.get("padding"),
-            parameterization=model.config.parameterization,
-            reduction=reduction,
-        )
+    return linear_nelbo(
+        hidden,
+        head.weight.to(hidden.dtype),
+        batch["tokens"],
+        z,
+        t,
+        kernel,
+        bias=head.bias,
+        observed=batch.get("padding"),
+        parameterization=model.config.parameterization,
+        reduction=reduction,
+    )
 
 
 def random_times(count: int, generator: torch.Generator, rank: int = 0, ranks: int = 1) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.options import needs_extra
 
 _EXTRAS = (
     "timm",
@@ -22,29 +22,9 @@ _EXTRAS = (
 _EXPORT_EXTRAS = ("onnx", "onnxscript", "onnxruntime")
 
 
-@contextmanager
-def needs_vision() -> Iterator[None]:
+def needs_vision() -> AbstractContextManager[None]:
     """Turn the absence of an optional package into one line with its remedy."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS + _EXPORT_EXTRAS:
-            raise
-        extra = "vision,export" if package in _EXPORT_EXTRAS else "vision"
-        raise UserError(f"this command needs {package}; remedy: pip install 'spotlights[{extra}]'") from error
-
-
-def flag(name: str) -> str:
-    """Return the option of a field: ``batch_size`` is ``--batch-size``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def at_least(least: int, **values: int | None) -> None:
-    """Raise UserError for an option below its least value; None passes."""
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise UserError(f"{flag(name)}: got {value}, expected at least {least}")
+    return needs_extra({"vision": _EXTRAS, "vision,export": _EXPORT_EXTRAS})
 
 
 def skipped_line(skipped: list[str]) -> Mapping[str, str]:

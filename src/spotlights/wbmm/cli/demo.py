@@ -6,7 +6,8 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from spotlights.wbmm.cli.common import flag, needs_vision
+from spotlights.runtime.options import flag
+from spotlights.wbmm.cli.common import needs_vision
 from spotlights.wbmm.recipes.config import DemoConfig
 
 # Field of DemoConfig -> type and help.

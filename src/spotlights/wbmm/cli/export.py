@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlights.runtime.errors import UserError
-from spotlights.wbmm.cli.common import at_least, needs_vision
+from spotlights.runtime.options import at_least
+from spotlights.wbmm.cli.common import needs_vision
 from spotlights.wbmm.recipes.datasets import DATASETS
 
 if TYPE_CHECKING:

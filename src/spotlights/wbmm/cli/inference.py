@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlights.runtime.errors import UserError
+from spotlights.runtime.options import at_least, find_device
 from spotlights.runtime.runs import CONFIG
-from spotlights.wbmm.cli.common import at_least, needs_vision, skipped_line
+from spotlights.wbmm.cli.common import needs_vision, skipped_line
 from spotlights.wbmm.recipes.datasets import DATASETS
 
 if TYPE_CHECKING:
@@ -169,13 +170,6 @@ def _print_predictions(results: list[dict[str, Any]]) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> TrainedModel:
-    import torch
-
     from spotlights.wbmm.recipes.inference import load_run
 
-    try:
-        device = torch.empty(0, device=arguments.device).device
-    # Builds without a device raise AssertionError, others RuntimeError or NotImplementedError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device: {arguments.device}: {str(error).splitlines()[0]}") from error
-    return load_run(arguments.run_folder, device=device)
+    return load_run(arguments.run_folder, device=find_device(arguments.device))

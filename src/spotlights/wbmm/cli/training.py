@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spotlights.runtime.errors import UserError
-from spotlights.wbmm.cli.common import flag, needs_vision, skipped_line
+from spotlights.runtime.options import flag
+from spotlights.wbmm.cli.common import needs_vision, skipped_line
 from spotlights.wbmm.recipes.augment import PROFILES
 from spotlights.wbmm.recipes.config import PRECISIONS, ClassificationConfig
 from spotlights.wbmm.recipes.datasets import DATASETS

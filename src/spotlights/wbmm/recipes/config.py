@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spotlights.runtime import runs
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.options import require, settings_from
 from spotlights.wbmm.recipes.augment import PROFILES
 from spotlights.wbmm.recipes.datasets import DATASETS
 
@@ -62,18 +62,18 @@ class ClassificationConfig:
         """
         for name, least in {"epochs": 1, "batch_size": 2, "image_size": 8, "limit": 1}.items():
             value = getattr(self, name)
-            _require(value is None or value >= least, name, value, f"at least {least}")
+            require(value is None or value >= least, name, value, f"at least {least}")
         for name in ("weight_decay", "warmup_epochs", "mixup", "cutmix", "patience", "clip_gradient", "seed"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.workers is None or self.workers >= 0, "workers", self.workers, "0 or more")
-        _require(self.lr > 0, "lr", self.lr, "more than 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require(self.workers is None or self.workers >= 0, "workers", self.workers, "0 or more")
+        require(self.lr > 0, "lr", self.lr, "more than 0")
         for name in ("label_smoothing", "drop_path", "ema_decay", "val_split"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
-        _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
         names = ("auto", *PROFILES)
-        _require(self.augment in names, "augment", self.augment, f"one of {', '.join(names)}")
+        require(self.augment in names, "augment", self.augment, f"one of {', '.join(names)}")
         if self.dataset is not None:
-            _require(self.dataset in DATASETS, "dataset", self.dataset, f"one of {', '.join(DATASETS)}")
+            require(self.dataset in DATASETS, "dataset", self.dataset, f"one of {', '.join(DATASETS)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, paths made absolute, the run folder left out."""
@@ -82,23 +82,6 @@ class ClassificationConfig:
         if self.data is not None:
             values["data"] = str(Path(self.data).absolute())
         return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ClassificationConfig:
-        """Return the settings that :meth:`to_dict` gave.
-
-        Raises:
-            UserError: an unknown or ill-typed setting.
-        """
-        unknown = set(values) - {entry.name for entry in fields(cls)}
-        if unknown:
-            raise UserError(f"config.yaml: unknown setting {', '.join(sorted(unknown))}")
-        config = cls(**values)
-        try:
-            config.validate()
-        except TypeError as error:
-            raise UserError(f"config.yaml: a setting of the wrong type: {error}") from error
-        return config
 
 
 def load_config(folder: str | Path) -> ClassificationConfig:
@@ -109,7 +92,7 @@ def load_config(folder: str | Path) -> ClassificationConfig:
     """
     values = runs.read_config(folder, KIND)
     values.pop("resolved", None)
-    config = ClassificationConfig.from_dict(values)
+    config = settings_from(ClassificationConfig, values)
     config.out = str(folder)
     return config
 
@@ -128,10 +111,5 @@ class DemoConfig:
         """Raise UserError for a value outside its range."""
         for name, least in {"epochs": 1, "seeds": 1, "batch_size": 2, "limit": 20}.items():
             value = getattr(self, name)
-            _require(value is None or value >= least, name, value, f"at least {least}")
-        _require(self.lr > 0, "lr", self.lr, "more than 0")
-
-
-def _require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise UserError(f"--{name.replace('_', '-')}: got {value}, expected {expected}")
+            require(value is None or value >= least, name, value, f"at least {least}")
+        require(self.lr > 0, "lr", self.lr, "more than 0")
