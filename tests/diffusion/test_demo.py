@@ -4,7 +4,11 @@ import csv
 import json
 import math
 import re
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -25,7 +29,7 @@ from spotlights.diffusion.digits import (
     train_classifier,
 )
 
-COMMAND = ["xdlm", "demo", "--quick", "--seeds", "2"]
+COMMAND = ["xdlm", "demo", "--quick", "--seeds", "2", "--workers", "1"]
 
 
 def rows(folder):
@@ -95,12 +99,42 @@ def test_finished_models_are_kept_and_a_lost_judgement_is_made_again(demo, capsy
     before, judged = (run / "last.ckpt").stat().st_mtime_ns, json.loads((run / "judged.json").read_text())
     (run / "judged.json").unlink()
     assert main([*COMMAND, "--out", str(demo)]) == 0
-    assert capsys.readouterr().out.count("finished before") == len(METHODS) * len(PARTS) - 1
+    said = capsys.readouterr().out
+    models = len(METHODS) * len(PARTS)
+    assert f"{models - 1} of {models} models were finished before" in said
+    assert f"[{models}/{models}] hmm, XDLM, k = 0.5: NELBO " in said
     assert (run / "last.ckpt").stat().st_mtime_ns == before
     again = json.loads((run / "judged.json").read_text())
     assert again["samples"] == judged["samples"]
     figures = [[row for row in stored["rows"] if row["metric"] != "seconds"] for stored in (again, judged)]
-    assert figures[0] == figures[1]
+    assert [{**row, "value": pytest.approx(row["value"]), "error": ANY} for row in figures[0]] == figures[1]
+
+
+def test_workers_do_what_one_process_does(demo, tmp_path):
+    assert main([*COMMAND[:-2], "--parts", "brackets", "--workers", "2", "--quiet", "--out", str(tmp_path)]) == 0
+    for k in ("0", "0.1", "0.5", "1"):
+        name = f"runs/brackets-k{k}/judged.json"
+        one, two = (json.loads((folder / name).read_text())["rows"] for folder in (demo, tmp_path))
+        values = [[row["value"] for row in rows if row["metric"] == "nelbo"] for rows in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+def test_an_interrupted_demo_goes_on(tmp_path):
+    command = [sys.executable, "-m", "spotlights.cli", *COMMAND[:-2], "--parts", "brackets", "--workers", "2"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if line.startswith("[1/4]"):
+                break
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert errors.splitlines() == ["stopped; the same command goes on", "spotlights: interrupted"]
+    assert not list(tmp_path.glob("report.html"))
+    assert main([*command[3:], "--quiet", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
 
 
 def test_an_unreadable_judgement_is_named(demo, capsys):
@@ -116,6 +150,7 @@ def test_an_unreadable_judgement_is_named(demo, capsys):
     ("options", "message"),
     [
         (["--seeds", "0"], "--seeds: got 0, expected at least 1"),
+        (["--workers", "0"], "--workers: got 0, expected at least 1"),
         (["--parts", "hmm", "music"], "--parts: got music, expected some of hmm, brackets, text, digits"),
     ],
 )
@@ -148,31 +183,35 @@ def outcome(few, many, *, error=0.01, entropy=1.0, higher_is_better=False, quali
 @pytest.mark.parametrize(
     ("few", "many", "words"),
     [
-        (0.5, 1.5, "The paper's shape appears"),
-        (0.5, 1.001, "k > 0 is ahead at few steps, but k = 0 is not at many"),
-        (0.5, 0.6, "k > 0 is ahead at few steps, but k = 0 is not at many"),
-        (1.5, 1.5, "k = 0 is ahead at many steps, but k > 0 is not at few"),
-        (0.999, 1.001, "The paper's shape does not appear"),
+        (0.5, 1.5, "in full for k = 0.1, 0.5 and 1"),
+        (0.5, 1.001, "in full for k = 0.1 and 1, at few steps alone for k = 0.5"),
+        (0.5, 0.6, "at few steps alone for k = 0.1, 0.5 and 1"),
+        (1.5, 1.5, "at many steps alone for k = 0.1, 0.5 and 1"),
+        (0.999, 1.001, "at many steps alone for k = 0.1 and 1, not at all for k = 0.5"),
     ],
 )
 def test_verdicts_follow_the_figures(few, many, words):
     found = verdict(outcome(few, many))
-    assert words in found
-    assert f"(k = 0.5) has NLL {few:.3f}, k = 0 has 1.000 (difference {few - 1:+.3f}" in found
+    assert f"The paper's shape, ahead of k = 0 at few steps and behind it at many, appears {words}." in found
+    place = {0.5: "ahead", 1.5: "behind", 0.999: "level"}[few]
+    assert f"At 4 steps the NLL of k = 0 is 1.000; k = 0.1 {'ahead' if few == 0.5 else 'behind'}" in found
+    assert f"k = 0.5 {place} ({few - 1:+.3f} ± 0.024)" in found
 
 
 def test_comparisons_know_their_margin():
     # Two seeds halve the variance; two models double it.
     found = compare(outcome(0.5, 1.0, error=0.03), 4)
-    assert (found.k, found.verdict) == (0.5, "better")
-    assert found.margin == pytest.approx(2.394 * 0.03, rel=1e-6)
-    assert compare(outcome(0.95, 1.0, error=0.03), 4).verdict == "even"
-    assert compare(outcome(1.2, 1.0, higher_is_better=True), 4).verdict == "better"
-    assert compare(outcome(0.8, 1.0, higher_is_better=True), 4).verdict == "worse"
+    assert {k: comparison.place for k, comparison in found.items()} == dict.fromkeys((0.1, 0.5, 1.0), "ahead")
+    assert found[0.5].difference == pytest.approx(-0.5)
+    assert found[0.5].margin == pytest.approx(2.394 * 0.03, rel=1e-6)
+    assert compare(outcome(0.95, 1.0, error=0.03), 4)[0.5].place == "even"
+    assert compare(outcome(1.2, 1.0, higher_is_better=True), 4)[0.5].place == "ahead"
+    assert compare(outcome(0.8, 1.0, higher_is_better=True), 4)[0.5].place == "behind"
 
 
 def test_repetition_is_told():
-    assert "repeat themselves, with a token entropy of 0.50 against 1.00" in verdict(outcome(0.5, 1.5, entropy=0.5))
+    found = verdict(outcome(0.5, 1.5, entropy=0.5))
+    assert "samples of k = 0.1, 0.5 and 1 repeat themselves, with a token entropy of 0.50 against 1.00" in found
     assert "repeat themselves" not in verdict(outcome(0.5, 1.5))
 
 

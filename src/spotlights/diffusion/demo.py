@@ -5,25 +5,18 @@ Only the noise differs between the four models of a part: data, network, updates
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from spotlights.diffusion.demo_parts import FULL, PARTS, QUICK, Part, Row
-from spotlights.diffusion.models.denoiser import XDLMForMaskedLM
-from spotlights.diffusion.recipes.quiet import no_bars
-from spotlights.diffusion.recipes.training import MODEL, fit_tokens
+from spotlights.diffusion.demo_jobs import JUDGED, Job, default_workers, load_part, read_judged, run_jobs
+from spotlights.diffusion.demo_parts import PARTS, Part, Row
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.options import at_least
-from spotlights.runtime.runs import claim_folder, write_json
-from spotlights.runtime.training import CHECKPOINT
+from spotlights.runtime.runs import claim_folder
 
 SETTINGS = "demo.json"
-JUDGED = "judged.json"
 METHODS = {0.0: "MDLM, k = 0", 0.1: "XDLM, k = 0.1", 0.5: "XDLM, k = 0.5", 1.0: "UDLM, k = 1"}
 _Z = 2.394  # two-sided 95 % for the best of three comparisons (Bonferroni)
 
@@ -58,145 +51,159 @@ class Outcome:
         return mean, math.sqrt(sum((row.error or 0) ** 2 for row in found)) / len(found)
 
 
-def run_demo(folder: str | Path, config: DemoConfig, *, progress: bool = True) -> Path:
+def run_demo(folder: str | Path, config: DemoConfig, *, workers: int | None = None, progress: bool = True) -> Path:
     """Train, sample and judge every model of every part, and return the path of the report.
 
     A folder that holds part of the same demo is gone on with: judged models are kept, a broken training resumes.
+
+    Args:
+        folder: new, or of the same demo.
+        config: the settings.
+        workers: models at a time, each in a process of its own; by default one a core, at most four. With several, a
+            script calls this below ``if __name__ == "__main__":``.
+        progress: say what is done.
 
     Raises:
         UserError: a setting is out of range, or the folder is unusable or holds something else.
     """
     from spotlights.diffusion.demo_report import show_tables, write_report
 
-    at_least(1, seeds=config.seeds)
+    at_least(1, seeds=config.seeds, workers=workers)
     if unknown := set(config.parts) - set(PARTS):
         raise UserError(f"--parts: got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
     folder = Path(folder)
     claim_folder(folder, SETTINGS, {**asdict(config), "parts": list(config.parts)})
     say: Callable[[str], None] = (lambda text: print(text, flush=True)) if progress else (lambda text: None)
-    outcomes = []
-    for number, name in enumerate(config.parts):
-        part = PARTS[name](QUICK if config.quick else FULL)
-        say(f"\n{part.title}")
-        outcome = Outcome(part, list(part.reference()), {})
-        for index, k in enumerate(METHODS):
-            say(f"[{number * len(METHODS) + index + 1}/{len(config.parts) * len(METHODS)}] {part.name}, {METHODS[k]}")
-            rows, samples = _judged(folder / "runs" / f"{name}-k{k:g}", part, k, config.seeds, say, progress)
-            outcome.rows += rows
-            outcome.samples[k] = samples
-        outcomes.append(outcome)
+    jobs = [
+        Job(folder / "runs" / f"{name}-k{k:g}", name, k, config.seeds, config.quick)
+        for name in config.parts
+        for k in METHODS
+    ]
+    open_jobs = [job for job in jobs if not (job.run / JUDGED).exists()]
+    workers = workers or default_workers()
+    if done := len(jobs) - len(open_jobs):
+        say(f"{done} of {len(jobs)} models were finished before")
+    if open_jobs:
+        say(f"{len(open_jobs)} models to train, sample and judge, {min(workers, len(open_jobs))} at a time")
+    for job, seconds in run_jobs(open_jobs, workers, progress):
+        done += 1
+        say(f"[{done}/{len(jobs)}] {job.part}, {METHODS[job.k]}: {_words(read_judged(job.run)[0])} ({seconds:.0f} s)")
+    outcomes = [_outcome(name, [job for job in jobs if job.part == name]) for name in config.parts]
     report = write_report(folder, config, outcomes)
     show_tables(outcomes)
     print(f"\n{report.summary}\nreport: {report.path}")
     return report.path
 
 
-def _judged(
-    run: Path, part: Part, k: float, seeds: int, say: Callable[[str], None], progress: bool
-) -> tuple[list[Row], dict[int, list[list[int]]]]:
-    judged = run / JUDGED
-    if judged.exists():
-        say("finished before")
-        try:
-            stored = json.loads(judged.read_text(encoding="utf-8"))
-            return [Row(**row) for row in stored["rows"]], {int(n): made for n, made in stored["samples"].items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{judged}: unreadable ({error}); delete it to judge this model again") from error
-    model = _trained(run, part, k, progress)
-    rows = list(part.bound(model, k))
-    say(", ".join(map(_words, rows)))
-    samples: dict[int, list[list[int]]] = {}
-
-    def keep(steps: int, made: Tensor) -> None:
-        samples[steps] = made.tolist()
-
-    shown: list[Row] = []
-    for row in part.judge(model, k, seeds, keep):
-        rows.append(row)
-        shown.append(row)
-        if row.metric == "seconds":
-            of = "" if row.seed is None else f", set {row.seed + 1}/{seeds}"
-            say(f"{row.steps} steps{of}: {', '.join(map(_words, shown[:-1]))} ({row.value:.1f} s)")
-            shown.clear()
-    write_json(judged, {"rows": [asdict(row) for row in rows], "samples": samples})
-    return rows, samples
+def _outcome(name: str, jobs: Sequence[Job]) -> Outcome:
+    part = load_part(name, jobs[0].quick)
+    outcome = Outcome(part, list(part.reference()), {})
+    for job in jobs:
+        rows, outcome.samples[job.k] = read_judged(job.run)
+        outcome.rows += rows
+    return outcome
 
 
-def _trained(run: Path, part: Part, k: float, progress: bool) -> XDLMForMaskedLM:
-    if (run / MODEL).is_dir():
-        with no_bars():
-            return XDLMForMaskedLM.from_pretrained(str(run / MODEL), local_files_only=True).eval()
-    run.mkdir(parents=True, exist_ok=True)
-    model = part.model(k)
-    fit_tokens(model, part.data, part.training, run, resume=(run / CHECKPOINT).exists(), progress=progress)
-    return model
-
-
-def _words(row: Row) -> str:
-    spread = "" if row.error is None else f" ± {1.96 * row.error:.3f}"
-    return f"{row.metric.replace('_', ' ')} {row.value:.3f}{spread}"
+def _words(rows: Sequence[Row]) -> str:
+    """Return the NELBO, and the first set's quality at the fewest and at the most steps."""
+    quality = "fid" if any(row.metric == "fid" for row in rows) else "nll"
+    found = [row for row in rows if row.metric == quality and not row.seed]
+    nelbo = next(row.value for row in rows if row.metric == "nelbo")
+    ends = ", ".join(f"{row.value:.3f} at {row.steps}" for row in (found[0], found[-1]))
+    return f"NELBO {nelbo:.3f}, {quality.upper()} {ends} steps"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The best k > 0 against k = 0 at one number of steps, and whether it is ``better``, ``worse`` or ``even``."""
+    """A k > 0 against k = 0 at one number of steps: the difference of their figures, its margin, and who is ahead.
 
-    steps: int
-    k: float
-    value: float
-    masked: float
+    ``place`` is ``ahead``, ``behind``, or ``even`` where the difference is within the margin.
+    """
+
+    difference: float
     margin: float
-    verdict: str
+    place: str
 
 
-def compare(outcome: Outcome, steps: int) -> Comparison:
-    """Compare sample quality at one number of steps; differences inside the 95 % interval are ``even``."""
+def compare(outcome: Outcome, steps: int) -> dict[float, Comparison]:
+    """Compare the samples of each k > 0 with those of k = 0 at one number of steps."""
     part = outcome.part
-    sign = -1 if part.higher_is_better else 1
     masked, masked_error = outcome.value(part.quality, 0.0, steps)
-    others = {k: outcome.value(part.quality, k, steps) for k in METHODS if k > 0}
-    best = min(others, key=lambda k: sign * others[k][0])
-    value, error = others[best]
-    margin = _Z * math.hypot(error, masked_error)
-    gain = sign * (masked - value)
-    verdict = "even" if abs(gain) <= margin else "better" if gain > 0 else "worse"
-    return Comparison(steps, best, value, masked, margin, verdict)
+    found = {}
+    for k in METHODS:
+        if k > 0:
+            value, error = outcome.value(part.quality, k, steps)
+            difference, margin = value - masked, _Z * math.hypot(error, masked_error)
+            better = (difference > 0) == part.higher_is_better
+            place = "even" if abs(difference) <= margin else "ahead" if better else "behind"
+            found[k] = Comparison(difference, margin, place)
+    return found
+
+
+def shape(outcome: Outcome) -> str:
+    """Return for which k > 0 the paper's shape appears in a part: ahead of k = 0 at few steps, behind it at many."""
+    few, many = (compare(outcome, steps) for steps in (min(outcome.part.steps), max(outcome.part.steps)))
+    halves: dict[tuple[bool, bool], list[float]] = {}
+    for k in few:
+        halves.setdefault((few[k].place == "ahead", many[k].place == "behind"), []).append(k)
+    names = {
+        (True, True): "in full",
+        (True, False): "at few steps alone",
+        (False, True): "at many steps alone",
+        (False, False): "not at all",
+    }
+    return ", ".join(f"{name} for {_listed(halves[half])}" for half, name in names.items() if half in halves)
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return in a sentence or two whether the paper's shape appears in a part: few steps k > 0, many steps k = 0."""
-    part = outcome.part
-    few, many = compare(outcome, min(part.steps)), compare(outcome, max(part.steps))
-    halves = few.verdict == "better", many.verdict == "worse"
-    shape = {
-        (True, True): "The paper's shape appears: k > 0 ahead at few steps, k = 0 at many.",
-        (True, False): "Half of the paper's shape appears: k > 0 is ahead at few steps, but k = 0 is not at many.",
-        (False, True): "Half of the paper's shape appears: k = 0 is ahead at many steps, but k > 0 is not at few.",
-        (False, False): "The paper's shape does not appear: neither k > 0 at few steps nor k = 0 at many is ahead.",
-    }[halves]
-    return f"{_sentence(part, few)} {_sentence(part, many)} {shape}{_caution(outcome, few)}"
-
-
-def _sentence(part: Part, found: Comparison) -> str:
-    metric = {"nll": "NLL", "fid": "FID"}.get(part.quality, part.quality)
-    judgement = {"better": "better", "worse": "worse", "even": "no difference that these samples show"}[found.verdict]
+    """Return in a few sentences how samples compare at few and at many steps, and where the paper's shape appears."""
+    steps = outcome.part.steps
     return (
-        f"At {found.steps} steps the best k > 0 (k = {found.k:g}) has {metric} {found.value:.3f}, k = 0 has "
-        f"{found.masked:.3f} (difference {found.value - found.masked:+.3f} ± {found.margin:.3f}): {judgement}."
+        f"{_sentence(outcome, min(steps))} {_sentence(outcome, max(steps))} The paper's shape, ahead of k = 0 at few "
+        f"steps and behind it at many, appears {shape(outcome)}.{_caution(outcome)}"
     )
 
 
-def _caution(outcome: Outcome, few: Comparison) -> str:
-    if few.verdict != "better" or outcome.part.quality != "nll":
+def _sentence(outcome: Outcome, steps: int) -> str:
+    quality = outcome.part.quality
+    metric = {"nll": "NLL", "fid": "FID"}.get(quality, quality)
+    others = (
+        f"k = {k:g} {'level' if found.place == 'even' else found.place} ({found.difference:+.3f} ± {found.margin:.3f})"
+        for k, found in compare(outcome, steps).items()
+    )
+    return (
+        f"At {steps} steps the {metric} of k = 0 is {outcome.value(quality, 0.0, steps)[0]:.3f}; {', '.join(others)}."
+    )
+
+
+def _caution(outcome: Outcome) -> str:
+    if outcome.part.quality != "nll":
         return ""
-    entropy, data = outcome.value("entropy", few.k, few.steps)[0], outcome.value("entropy", None)[0]
-    if entropy >= 0.9 * data:
+    few, data = min(outcome.part.steps), outcome.value("entropy", None)[0]
+    ahead = [k for k, found in compare(outcome, few).items() if found.place == "ahead"]
+    repeating = [k for k in ahead if outcome.value("entropy", k, few)[0] < 0.9 * data]
+    if not repeating:
         return ""
-    return f" A caution: those samples repeat themselves, with a token entropy of {entropy:.2f} against {data:.2f}."
+    least = min(outcome.value("entropy", k, few)[0] for k in repeating)
+    return (
+        f" A caution: samples of {_listed(repeating)} repeat themselves, with a token entropy of {least:.2f} "
+        f"against {data:.2f}."
+    )
+
+
+def _listed(ks: Sequence[float]) -> str:
+    """Return numbers as words.
+
+    Example:
+        >>> _listed([0.1, 0.5, 1.0])
+        'k = 0.1, 0.5 and 1'
+    """
+    *first, last = (f"{k:g}" for k in ks)
+    return f"k = {', '.join(first)} and {last}" if first else f"k = {last}"
 
 
 def bound_verdict(outcome: Outcome) -> str:
-    """Return in a sentence how the NELBO ranks the models, and whether each keeps above the data's entropy."""
+    """Return in a sentence how the NELBO ranks the models, and by how much."""
     bounds = {k: outcome.value("nelbo", k) for k in METHODS}
     order = sorted(bounds, key=lambda k: bounds[k][0])
     first, last = order[0], order[-1]

@@ -33,7 +33,8 @@ from spotlights.diffusion.recipes.objective import generators_for
 from spotlights.diffusion.recipes.vocabulary import Vocabulary, text_of
 from spotlights.diffusion.sources import BracketGrammar, HiddenMarkovModel, Source
 
-_BATCH = 64
+_BATCH = 32
+_JUDGED_BATCH = 64
 _Z95 = 1.959963984540054
 
 
@@ -69,8 +70,8 @@ class Scale:
 FULL = Scale(
     sequences=20_000,
     held=1024,
-    updates={"hmm": 600, "brackets": 500, "text": 400, "digits": 350},
-    samples={"hmm": 96, "brackets": 48, "text": 16, "digits": 60},
+    updates={"hmm": 1200, "brackets": 1200, "text": 700, "digits": 600},
+    samples={"hmm": 128, "brackets": 48, "text": 24, "digits": 60},
     steps={**dict.fromkeys(("hmm", "brackets", "text"), (4, 8, 16, 64, 256)), "digits": (4, 16, 64)},
 )
 QUICK = Scale(
@@ -101,7 +102,7 @@ class Part(ABC):
     quality = "nll"
     higher_is_better = False
 
-    def __init__(self, scale: Scale, length: int, tokens: int, batch_size: int = _BATCH) -> None:
+    def __init__(self, scale: Scale, length: int, tokens: int) -> None:
         self.steps = scale.steps[self.name]
         self.samples = scale.samples[self.name]
         self.length = length
@@ -109,7 +110,7 @@ class Part(ABC):
         self.training = DiffusionConfig(
             length=length,
             steps=scale.updates[self.name],
-            batch_size=batch_size,
+            batch_size=_BATCH,
             lr=3e-3,
             ema_decay=0.99,
             class_dropout=0.1,
@@ -149,7 +150,7 @@ class Part(ABC):
     def bound(self, model: XDLMForMaskedLM, k: float) -> Iterator[Row]:
         """Yield the NELBO of held-back data."""
         assert self.data.test is not None
-        bound = estimate_nelbo(model, self.data.test, draws=8, batch_size=_BATCH)
+        bound = estimate_nelbo(model, self.data.test, draws=8, batch_size=_JUDGED_BATCH)
         error, count = (bound.high - bound.low) / (2 * _Z95), len(self.data.test)
         yield Row(self.name, k, None, None, "nelbo", bound.nats_per_token, error, count)
         if bound.bits_per_byte is not None:
@@ -172,7 +173,9 @@ class SequencePart(Part):
         for steps in self.steps:
             for seed in range(seeds):
                 started = time.perf_counter()
-                made = generate(model, self.samples, length=self.length, steps=steps, seed=seed, batch_size=_BATCH)
+                made = generate(
+                    model, self.samples, length=self.length, steps=steps, seed=seed, batch_size=_JUDGED_BATCH
+                )
                 seconds = time.perf_counter() - started
                 if seed == 0:
                     keep(steps, made[:3])
@@ -199,6 +202,10 @@ class SourcePart(SequencePart):
         self.data = TokenData(train, None, test, None)
         self.likelihood = source
 
+    def size(self) -> dict[str, Any]:
+        """Return width and depth of the network, and that it knows places: every sequence begins at the beginning."""
+        return {**super().size(), "learned_positions": True}
+
     def text(self, tokens: Tensor) -> str:
         """Return a sequence (L,) as text, one letter a token."""
         return "".join(self.letters[token] for token in tokens.tolist())
@@ -217,7 +224,7 @@ class TextPart(SequencePart):
         assert loaded.val is not None
         assert loaded.vocabulary is not None
         self.vocabulary: Vocabulary = loaded.vocabulary
-        super().__init__(scale, length, self.vocabulary.size - 1, batch_size=32)
+        super().__init__(scale, length, self.vocabulary.size - 1)
         self.data = TokenData(loaded.train, None, loaded.val.subset(scale.held // 2), self.vocabulary)
         judge = NGramJudge(self.order, self.vocabulary.size)
         self.likelihood = judge.fit(loaded.train.tokens, padding=loaded.train.padding)
@@ -226,10 +233,6 @@ class TextPart(SequencePart):
         """Return a sequence (L,) as text; control characters and line ends become visible."""
         shown = text_of(self.vocabulary, tokens.tolist()).replace("\n", "↵").replace("\x7f", "␡")
         return "".join(chr(0x2400 + ord(letter)) if letter < " " else letter for letter in shown)
-
-    def size(self) -> dict[str, Any]:
-        """Return width and depth of the network."""
-        return {"hidden_size": 96, "num_hidden_layers": 3}
 
 
 class DigitsPart(Part):
@@ -252,7 +255,7 @@ class DigitsPart(Part):
 
     def size(self) -> dict[str, Any]:
         """Return width, depth and classes of the network."""
-        return {"hidden_size": 64, "num_hidden_layers": 2, "num_classes": CLASSES, "learned_positions": True}
+        return {**super().size(), "num_classes": CLASSES, "learned_positions": True}
 
     @torch.no_grad()
     def _features(self, tokens: Tensor) -> Tensor:
@@ -267,7 +270,9 @@ class DigitsPart(Part):
         labels = torch.arange(self.samples * seeds) % CLASSES
         for steps in self.steps:
             started = time.perf_counter()
-            made = torch.cat([self._sample(model, part, steps) for part in torch.arange(len(labels)).split(_BATCH)])
+            made = torch.cat(
+                [self._sample(model, part, steps) for part in torch.arange(len(labels)).split(_JUDGED_BATCH)]
+            )
             seconds = time.perf_counter() - started
             keep(steps, made[:CLASSES])
             yield from self._figures(Digits(made, labels), k, steps)
@@ -295,8 +300,8 @@ class DigitsPart(Part):
 
 def hidden_markov_part(scale: Scale) -> SourcePart:
     """Return the part of a fixed hidden Markov model."""
-    source = HiddenMarkovModel.random(12, 16, sharpness=3.5, generator=torch.Generator().manual_seed(0))
-    return SourcePart("hmm", "Hidden Markov model, 12 states, 16 tokens", source, "abcdefghijklmnop", 32, scale)
+    source = HiddenMarkovModel.random(8, 12, sharpness=3, generator=torch.Generator().manual_seed(0))
+    return SourcePart("hmm", "Hidden Markov model, 8 states, 12 tokens", source, "abcdefghijkl", 32, scale)
 
 
 def brackets_part(scale: Scale) -> SourcePart:

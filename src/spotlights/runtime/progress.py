@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,28 @@ def describe(metrics: Mapping[str, float]) -> str:
         words = name.replace("_", " ")
         parts.append(f"{words} {100 * value:.2f} %" if name.endswith("accuracy") else f"{words} {value:.4f}")
     return ", ".join(parts)
+
+
+@contextmanager
+def passing_bar(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error, where that is a terminal, until the block ends; yields what takes done and total.
+
+    Example:
+        >>> with passing_bar("counting") as show:
+        ...     for number in range(3):
+        ...         show(number + 1, 3)
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Where both are the terminal, lines printed meanwhile appear above the bar; a redirected output stays as it is.
+    shared = sys.stdout.isatty()
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=shared) as bar:
+        task = bar.add_task(words, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class EpochProgress:

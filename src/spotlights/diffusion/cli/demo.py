@@ -30,6 +30,12 @@ def add_demo(verbs: Any) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a minute's look at the report, with figures that mean nothing"
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="models trained at a time, each on one thread (default: one a core, at most 4)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress, the tables only")
     parser.set_defaults(run=_demo)
 
@@ -41,7 +47,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         parts = {} if arguments.parts is None else {"parts": tuple(arguments.parts)}
         config = DemoConfig(seeds=arguments.seeds, quick=arguments.quick, **parts)
         try:
-            run_demo(arguments.out, config, progress=not arguments.quiet)
+            run_demo(arguments.out, config, workers=arguments.workers, progress=not arguments.quiet)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", file=sys.stderr)
             raise

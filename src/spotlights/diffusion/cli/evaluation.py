@@ -12,6 +12,7 @@ from spotlights.diffusion.cli.common import needs_text
 from spotlights.diffusion.cli.sampling import add_draw_options, draw_options
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.options import at_least, find_device
+from spotlights.runtime.progress import passing_bar
 
 if TYPE_CHECKING:
     from spotlights.diffusion.judges import Judge
@@ -131,13 +132,15 @@ def _bound(arguments: argparse.Namespace, trained: TrainedDenoiser, held: TokenS
 
     from spotlights.diffusion.recipes.evaluation import estimate_nelbo
 
-    estimate = estimate_nelbo(
-        trained.model,
-        held,
-        draws=arguments.draws,
-        generator=torch.Generator().manual_seed(arguments.seed),
-        batch_size=arguments.batch_size,
-    )
+    with passing_bar(f"{trained.source}: NELBO") as show:
+        estimate = estimate_nelbo(
+            trained.model,
+            held,
+            draws=arguments.draws,
+            generator=torch.Generator().manual_seed(arguments.seed),
+            batch_size=arguments.batch_size,
+            on_draw=show,
+        )
     return {
         "k": trained.model.config.k,
         "nelbo": estimate.nats_per_token,
@@ -181,9 +184,15 @@ def _judge_runs(
 
     figures |= {"steps": options["steps"], "samples": arguments.samples, "held_back": judge_samples(reference, judge)}
     for folder, trained in runs.items():
-        made = generate(
-            trained.model, arguments.samples, seed=arguments.seed, batch_size=arguments.batch_size, **options
-        )
+        with passing_bar(f"{folder}: samples") as show:
+            made = generate(
+                trained.model,
+                arguments.samples,
+                seed=arguments.seed,
+                batch_size=arguments.batch_size,
+                on_step=show,
+                **options,
+            )
         figures["runs"][folder] |= judge_samples(made, judge)
 
 
@@ -215,16 +224,18 @@ def _frontier(
                 flush=True,
             )
 
-    rows = frontier(
-        {name: trained.model for name, trained in runs.items()},
-        judge,
-        reference,
-        samples=arguments.samples,
-        seed=arguments.seed,
-        batch_size=arguments.batch_size,
-        on_row=show,
-        **{name: value for name, value in options.items() if name != "steps"},
-    )
+    with passing_bar("samples") as on_step:
+        rows = frontier(
+            {name: trained.model for name, trained in runs.items()},
+            judge,
+            reference,
+            samples=arguments.samples,
+            seed=arguments.seed,
+            batch_size=arguments.batch_size,
+            on_row=show,
+            on_step=on_step,
+            **{name: value for name, value in options.items() if name != "steps"},
+        )
     write_frontier(rows, folder / _CSV)
     plot_frontier(rows, folder / _PNG)
     if not arguments.json:

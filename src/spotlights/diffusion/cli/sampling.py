@@ -10,6 +10,7 @@ from spotlights.diffusion.cli.common import needs_text
 from spotlights.diffusion.generation import SAMPLERS
 from spotlights.runtime.errors import UserError
 from spotlights.runtime.options import at_least, find_device, require
+from spotlights.runtime.progress import passing_bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,15 +97,15 @@ def _sample(arguments: argparse.Namespace) -> int:
         else:
             tokens, observed = prompted(trained, arguments.prompt or "", arguments.length)
         history: list[Tensor] = []
-        samples = draw(
-            trained,
-            tokens,
-            observed,
-            count=arguments.count,
-            seed=arguments.seed,
-            on_step=lambda done, total, z: history.append(z[0].cpu()),
-            **options,
-        )
+        with passing_bar("denoising") as show:
+
+            def keep(done: int, total: int, z: Tensor) -> None:
+                show(done, total)
+                history.append(z[0].cpu())
+
+            samples = draw(
+                trained, tokens, observed, count=arguments.count, seed=arguments.seed, on_step=keep, **options
+            )
         if arguments.animate is not None:
             _animate(arguments, trained, tokens[0], observed[0], history)
     if arguments.json:

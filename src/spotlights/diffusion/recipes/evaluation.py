@@ -160,6 +160,7 @@ def generate(
     steps: int = 64,
     seed: int = 0,
     batch_size: int = 32,
+    on_step: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Tensor:
     """Return unconditional samples, (count, length) int64 on the CPU; each follows from ``seed`` and its number.
@@ -171,16 +172,30 @@ def generate(
         steps: of denoising.
         seed: of the draws.
         batch_size: samples at a time.
+        on_step: called after each step of each batch with those done and their total.
         **options: of `spotlights.diffusion.sample`.
     """
     length = length or model.config.max_position_embeddings
     kernel, denoiser = model.noise_kernel(), model.denoiser()
-    done = []
+    batches = -(-count // batch_size)
+    done: list[Tensor] = []
+
+    def show(step: int, total: int, _: Tensor) -> None:
+        if on_step is not None:
+            on_step(len(done) * total + step, batches * total)
+
     for start in range(0, count, batch_size):
         size = min(batch_size, count - start)
         noise = generators_for(torch.arange(start, start + size), seed, model.device)
         drawn = sample(
-            denoiser, kernel, shape=(size, length), steps=steps, generator=noise, device=model.device, **options
+            denoiser,
+            kernel,
+            shape=(size, length),
+            steps=steps,
+            generator=noise,
+            device=model.device,
+            on_step=show,
+            **options,
         )
         done.append(drawn.cpu())
     return torch.cat(done)
@@ -219,7 +234,7 @@ def frontier(
         seed: of the samples.
         batch_size: samples at a time.
         on_row: called with each row.
-        **options: of `spotlights.diffusion.sample`.
+        **options: of `generate`.
     """
     import time
 
