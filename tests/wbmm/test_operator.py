@@ -213,14 +213,24 @@ def test_memory_layouts(layout, backend):
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 3), channels=st.integers(1, 20), height=st.integers(1, 12), width=st.integers(1, 12),
-    wh=st.integers(1, 6), ww=st.integers(1, 6), channels_last=st.booleans(), backend=st.sampled_from(NAMES),
+    wh=st.integers(1, 6), ww=st.integers(1, 6), layout=st.sampled_from([*LAYOUTS]),
+    layout_of_gradient=st.sampled_from([*LAYOUTS]), backend=st.sampled_from(NAMES),
 )  # fmt: skip
-def test_any_shape(batch, channels, height, width, wh, ww, channels_last, backend):
+def test_any_shape(batch, channels, height, width, wh, ww, layout, layout_of_gradient, backend):
     input, weight, bias, _ = make((batch, channels, height, width, (wh, ww), None), dtype_of(backend))
-    if channels_last:
-        input = input.contiguous(memory_format=torch.channels_last)
-    actual = wbmm2d(input, weight, bias, shortcut=True, backend=backend)
-    assert_near(actual, by_definition(input.double(), weight.double(), bias.double(), True, None))
+    tensors = [LAYOUTS[layout](input), weight, bias]
+    upstream = LAYOUTS[layout_of_gradient](torch.randn_like(input))
+
+    def gradients(backend, *tensors):
+        tensors = [t.detach().requires_grad_() for t in tensors]
+        output = wbmm2d(*tensors, shortcut=True, backend=backend)
+        return [output.detach(), *torch.autograd.grad(output, tensors, upstream.to(output.dtype))]
+
+    actual = gradients(backend, *tensors)
+    exact = [t.double() for t in tensors]
+    assert_near(actual[0], by_definition(*exact, True, None))
+    for value, expected in zip(actual[1:], gradients("reference", *exact)[1:], strict=True):
+        assert_near(value, expected)
 
 
 def test_matrix_is_the_operator_on_unit_vectors():

@@ -70,7 +70,7 @@ class Scale:
 FULL = Scale(
     sequences=20_000,
     held=1024,
-    updates={"hmm": 1200, "brackets": 1200, "text": 700, "digits": 600},
+    updates={"hmm": 1200, "brackets": 1200, "text": 700, "digits": 700},
     samples={"hmm": 128, "brackets": 48, "text": 24, "digits": 60},
     steps={**dict.fromkeys(("hmm", "brackets", "text"), (4, 8, 16, 64, 256)), "digits": (4, 16, 64)},
 )
