@@ -18,9 +18,10 @@ inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / 
 inline float* allocate(int64_t floats) { return static_cast<float*>(aligned_alloc(64, parts(floats * 4, 64) * 64)); }
 
 // Windows whose rows of `tile` inputs and outputs the registers hold: computed together, they share the table's loads.
+constexpr int64_t kMostAtOnce = 4;
 constexpr int64_t windows_at_once(int64_t registers, int64_t tile) {
     const int64_t fit = registers / (2 * tile);
-    return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+    return fit < 1 ? 1 : fit > kMostAtOnce ? kMostAtOnce : fit;
 }
 
 // A row of `width` in the fewest equal tiles of at most `most`.
@@ -62,7 +63,7 @@ struct Part {
     Geometry geometry;
 };
 
-// Windows of one kind and blocks of channels that are packed and computed together.
+// Windows of one kind and blocks of channels that are computed together.
 struct Item {
     const Part* part;
     int64_t block, blocks, count;
@@ -76,7 +77,7 @@ struct Job {
     int64_t x_batch, y_batch;
     Strides strides;
     Part parts[4];     // whole windows, cut at the right, at the bottom, at both
-    int64_t group;     // windows in one item of work, or packed at once
+    int64_t group;     // windows in one item of work, or of a gradient's sums packed at once
     int64_t blocks;    // blocks of channels in one item
     int64_t scratch;   // vectors of one packed window
     int64_t table_size;  // vectors of one block of channels
@@ -451,8 +452,8 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
 int32_t finish(int32_t code) { return code == 0 ? SPOTLIGHTS_OK : SPOTLIGHTS_THREADS; }
 
 constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
-constexpr int64_t kGroupPositions = 90;  // of windows that are packed together, so that they stay in the first-level
-constexpr int64_t kMostBlocks = 4;       // cache; as are neighbouring blocks of channels, which fill whole lines
+constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
+constexpr int64_t kMostBlocks = 4;        // neighbouring blocks of channels find their lines in the second-level cache
 constexpr int64_t kLarge = 1 << 20;        // bytes of maps per thread
 constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
@@ -520,16 +521,17 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     Job job = job_of(s, input, input_stride, output, output_stride);
     const bool halves = by_halves(s) && !(dtype == SPOTLIGHTS_BFLOAT16 && k.pair_rows);
     const int64_t at_once = windows_at_once(k.registers, halves ? s.ww / 2 : tile_for(s, s.ww, k.most_tile));
-    const int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
+    const int64_t blocks = parts(s.channels, k.lanes), windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
+    int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
+    if (windows * blocks < 4 * threads * group) group = at_once;  // work for all threads comes first
     divide(job, k.most_tile, least(kMostGroup, group), halves);
     job.packed = packed;
     job.bias = bias;
     job.table_size = halves ? halves_size(s) : table_of(s, k.most_tile).size();
     job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge * threads;
-    const int64_t blocks = parts(s.channels, k.lanes);
     int64_t groups = 0;
     for (const Part& p : job.parts) groups += p.groups;
-    // Neighbouring channels are packed together as long as that leaves work for all threads.
+    // Neighbouring channels share an item as long as that leaves work for all threads.
     job.blocks = least(kMostBlocks, blocks);
     while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
     const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, halves ? k.forward_halves[dtype] : k.forward[dtype], &job);
