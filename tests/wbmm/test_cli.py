@@ -109,6 +109,7 @@ def test_eval_of_a_folder_as_a_table(run: Path, photos: Path, capfd: pytest.Capt
     assert "绿色" in printed
     assert re.search(r"^images +20 \(all\)$", printed, re.MULTILINE)
     assert re.search(r"^accuracy +\d+\.\d\d %$", printed, re.MULTILINE)
+    assert "top-5" not in printed  # of two classes
 
 
 def test_predict_reports_the_broken_image_after_the_others(

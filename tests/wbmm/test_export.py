@@ -231,3 +231,12 @@ def test_an_existing_file_is_not_touched(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["wbmm", "export", "wbmm_atto", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert out.read_text() == "mine"
+
+
+def test_a_folder_gives_its_whole_name(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.v1").mkdir()
+    (tmp_path / "net.v1.onnx").touch()
+    for name in ("net.v1", "./net.v1/"):
+        assert main(["wbmm", "export", name]) == 2
+        assert "--out: net.v1.onnx exists already" in capsys.readouterr().err

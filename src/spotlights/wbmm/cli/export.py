@@ -56,7 +56,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.compile and arguments.format != "pt2":
         raise UserError("--compile: got it with --format onnx, expected --format pt2")
     path = Path(arguments.model)
-    out = Path(arguments.out or f"{path.stem if path.exists() else path.name}.{arguments.format}")
+    name = path.stem if path.is_file() else path.resolve().name
+    out = Path(arguments.out or f"{name}.{arguments.format}")
     if out.exists():
         raise UserError(f"--out: {out} exists already; name a new file")
     if not out.parent.is_dir():

@@ -25,7 +25,8 @@ def add_eval(verbs: Any) -> None:
     parser = verbs.add_parser(
         "eval",
         help="evaluate a trained network",
-        description="Print accuracy, top-5 accuracy and figures per class of a run on its own or other images.",
+        description="Print accuracy, top-5 accuracy (of more than five classes) and figures per class of a run on its "
+        "own or other images.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -127,7 +128,7 @@ def _print_figures(figures: Mapping[str, Any]) -> None:
     lines = {
         "images": f"{figures['images']:,} ({figures['split']})",
         "accuracy": f"{100 * figures['accuracy']:.2f} %",
-        "top-5 accuracy": f"{100 * figures['top5_accuracy']:.2f} %",
+        **({"top-5 accuracy": f"{100 * figures['top5_accuracy']:.2f} %"} if len(figures["classes"]) > 5 else {}),
         **skipped_line(figures["skipped"]),
     }
     for name, value in lines.items():
