@@ -111,7 +111,17 @@ def test_a_llada_like_model_needs_its_mask_id():
     assert (drawn < 11).all()
 
 
+def test_flags_are_passed_on_and_blocks_cut_what_has_tokens(bert):
+    denoiser = MaskedLMDenoiser(bert, tokenizer())
+    prompt = torch.tensor([[1, 5, 3, 3, 2]])
+    denoise = denoiser.denoiser(attention_mask=torch.ones(1, 5), output_attentions=False)
+    drawn = sample(denoise, denoiser.kernel, prompt=prompt, steps=2, block_size=3)
+    assert torch.equal(drawn[:, [0, 1, 4]], prompt[:, [0, 1, 4]])
+
+
 def test_bad_arguments(bert):
+    with pytest.raises(ValueError, match="z: got 513 tokens, expected at most 512"):
+        MaskedLMDenoiser(bert, mask_id=3)(torch.full((1, 513), 3))
     with pytest.raises(ValueError, match="mask_id: got 10, expected an id from 0 to 9"):
         MaskedLMDenoiser(bert, tokenizer(), mask_id=10)
     with pytest.raises(ValueError, match=r"vocab_size: got 20, but the model gives 12 logits"):

@@ -307,7 +307,11 @@ class TestBadInput:
         ("changes", "error", "message"),
         [
             ({"shape": None}, ValueError, "shape: expected"),
+            ({"shape": (4,)}, ValueError, r"shape: got \(4,\), expected \(batch, length\)"),
+            ({"prompt": PROMPT, "shape": (2, 3)}, ValueError, r"shape: got \(2, 3\), expected \(1, 3\) as the prompt"),
             ({"steps": 0}, ValueError, "steps: got 0"),
+            ({"steps": 2.0}, TypeError, "steps: got 2.0, expected an integer"),
+            ({"denoiser": lambda z, t: (z,)}, TypeError, "logits: got tuple, expected a tensor"),
             ({"sampler": "euler"}, ValueError, "sampler: got 'euler', expected 'posterior' or 'refine'"),
             (
                 {"sampler": "refine", "kernel": NoiseKernel.uniform(6)},

@@ -80,7 +80,7 @@ def test_fit_forgets_the_text_before():
     [
         (lambda: NGramJudge(0, 5), "order: got 0"),
         (lambda: NGramJudge(2, 5).nll(TEXT), "fit: expected to be called"),
-        (lambda: NGramJudge(2, 3).fit(TEXT), "tokens: got 0 to 3, expected ids from 0 to 2"),
+        (lambda: NGramJudge(2, 3).fit(TEXT), "tokens: got token 3, expected ids from 0 to 2"),
         (lambda: NGramJudge(2, 5).fit(TEXT[0]), r"tokens: got shape \(30,\)"),
         (lambda: NGramJudge(2, 5).fit(TEXT, padding=torch.ones(2, 2, dtype=torch.bool)), "padding: got shape"),
         (lambda: NGramJudge(2, 5).fit(TEXT, padding=torch.ones_like(TEXT).bool()), "got no token"),
@@ -90,6 +90,15 @@ def test_fit_forgets_the_text_before():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_bad_dtypes():
+    with pytest.raises(TypeError, match=r"^tokens: got dtype torch.float32"):
+        NGramJudge(2, 5).fit(TEXT.float())
+    with pytest.raises(TypeError, match=r"^padding: got dtype torch.int64, expected bool"):
+        NGramJudge(2, 5).fit(TEXT, padding=torch.zeros_like(TEXT))
+    with pytest.raises(TypeError, match=r"^order: got 2.5, expected an integer"):
+        NGramJudge(2.5, 5)
 
 
 def test_token_entropy():

@@ -112,11 +112,20 @@ class TestRate:
         expected = schedule.alpha(t) ** 2 * (odds(t + h) - odds(t - h)) / (2 * h)
         torch.testing.assert_close(kernel.rate_at(t, tokens), expected, rtol=1e-7, atol=1e-8)
 
-    def test_needs_no_gradient_mode(self):
-        kernel = NoiseKernel(turning, vocab_size=4, mask_id=3)
-        t = torch.full((1, 4), 0.5, dtype=torch.float64)
-        with torch.no_grad():
-            assert not kernel.rate_at(t, torch.arange(4)[None]).requires_grad
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_needs_no_gradient_mode(self, mode):
+        class Square(Schedule):
+            def alpha(self, t):
+                return (1 - t) ** 2
+
+        for schedule in (LinearSchedule(), Square()):
+            kernel = NoiseKernel(turning, vocab_size=4, mask_id=3, schedule=schedule)
+            expected = kernel.rate_at(torch.full((1, 4), 0.5, dtype=torch.float64), torch.arange(4)[None])
+            with mode():
+                t, tokens = torch.full((1, 4), 0.5, dtype=torch.float64), torch.arange(4)[None]
+                rate = kernel.rate_at(t, tokens)
+            assert not rate.requires_grad
+            assert torch.equal(rate, expected)
 
 
 class TestForward:
@@ -176,6 +185,14 @@ class TestForward:
                 assert torch.equal(kernel.prior((1, 30), generator=[seeded(row)])[0], prior[row])
             assert torch.equal(z, kernel.q_sample(x, 0.7, generator=[seeded(seed) for seed in range(4)]))
 
+    def test_a_large_custom_noise_needs_no_table_for_each_token(self):
+        kernel = NoiseKernel(torch.full((2**20,), 2.0**-20))
+        x = torch.zeros(8, 4096, dtype=torch.int64)  # 256 GiB in a table
+        z = kernel.q_sample(x, 0.5, generator=seeded())
+        assert 0.49 < float((z == 0).double().mean()) < 0.51
+        noise = kernel.noise_at(torch.full(x.shape, 0.5, dtype=torch.float64), z)
+        torch.testing.assert_close(noise, torch.full_like(noise, 2.0**-21))
+
 
 class TestCategorical:
     def test_tokens_of_no_weight_are_never_drawn(self):
@@ -230,6 +247,32 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"^{message}"):
             NoiseKernel(pi, **options)
 
+    def test_what_is_no_distribution_at_all(self):
+        with pytest.raises(TypeError, match=r"^pi: got list, expected a tensor or a function"):
+            NoiseKernel([0.5, 0.5], vocab_size=2)
+        with pytest.raises(TypeError, match=r"^vocab_size: got 5.0, expected an integer"):
+            NoiseKernel.uniform(5.0)
+
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (lambda t: torch.full((4,), 0.25).double(), r"pi: the function gave shape \(4,\), expected \(1, 2, 4\)"),
+            (lambda t: torch.full((*t.shape, 3), 1 / 3), r"pi: the function gave shape \(1, 2, 3\)"),
+            (lambda t: torch.full((*t.shape, 4), 1.0), "pi: the function gave numbers that do not sum to 1"),
+        ],
+    )
+    def test_a_function_of_time(self, function, message):
+        kernel = NoiseKernel(function, vocab_size=4)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            kernel.q_sample(torch.tensor([[0, 1]]), 0.5)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            kernel.prior((1, 2))
+
+    @pytest.mark.parametrize("shape", [(4,), (1, 2, 3), (-1, 2)])
+    def test_shape(self, shape):
+        with pytest.raises(ValueError, match=r"^shape: got \(.*\), expected \(batch, length\)"):
+            NoiseKernel.uniform(5).prior(shape)
+
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
@@ -239,6 +282,13 @@ class TestBadInput:
             ({"x": torch.tensor([[1.0]])}, TypeError, "x: got dtype torch.float32"),
             ({"t": 0}, ValueError, "t: got 0.0"),
             ({"t": 1.1}, ValueError, "t: got 1.1"),
+            ({"t": None}, TypeError, "t: got None, expected a number or a tensor"),
+            ({"t": "half"}, TypeError, "t: got 'half'"),
+            ({"x": [[1]]}, TypeError, "x: got list, expected a tensor"),
+            ({"observed": [[False]]}, TypeError, "observed: got list, expected a tensor"),
+            ({"observed": torch.zeros(1, 1, device="meta").bool()}, ValueError, "observed: got device meta"),
+            ({"generator": 3}, TypeError, "generator: got 3, expected a torch.Generator"),
+            ({"generator": [3]}, TypeError, r"generator: got \[3\]"),
             ({"t": torch.ones(2)}, ValueError, r"t: got shape \(2,\)"),
             ({"observed": torch.tensor([[True]])}, ValueError, "observed: every token is observed"),
             ({"observed": torch.tensor([[1]])}, TypeError, "observed: got dtype torch.int64"),

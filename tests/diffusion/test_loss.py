@@ -346,6 +346,9 @@ class TestBadInput:
             ({"logits": torch.zeros(2, 3, 3)}, ValueError, r"logits: got shape \(2, 3, 3\), expected \(2, 3, 4\)$"),
             ({"logits": torch.zeros(3, 4)}, ValueError, r"logits: got shape \(3, 4\)"),
             ({"logits": LOGITS.long()}, TypeError, "logits: got dtype torch.int64"),
+            ({"logits": LOGITS.to("meta")}, ValueError, "logits: got device meta, expected cpu"),
+            ({"logits": (LOGITS,)}, TypeError, "logits: got tuple, expected a tensor"),
+            ({"x": X.to("meta")}, ValueError, "x: got device meta, expected cpu"),
             ({"logits": LOGITS + torch.nan}, ValueError, "logits: .*NaN"),
             ({"logits": LOGITS.masked_fill(torch.arange(4) == 1, torch.inf)}, ValueError, "logits: .*infinity"),
             ({"x": X[:1]}, ValueError, r"x: got shape \(1, 3\), expected \(2, 3\)"),
@@ -364,6 +367,7 @@ class TestBadInput:
             ({"observed": ALL.int()}, TypeError, "observed: got dtype torch.int32"),
             ({"parameterization": "x0"}, ValueError, "parameterization: got 'x0', expected 'loo' or 'denoiser'"),
             ({"steps": 0}, ValueError, "steps: got 0"),
+            ({"steps": 2.5}, TypeError, "steps: got 2.5, expected an integer"),
         ],
     )
     def test_nelbo(self, changes, error, message):
@@ -377,6 +381,8 @@ class TestBadInput:
             ({"hidden": HIDDEN[0]}, ValueError, r"hidden: got shape \(3, 8\), expected \(2, 3, 'D'\)"),
             ({"hidden": HIDDEN + torch.nan}, ValueError, "hidden, weight or bias: .*NaN"),
             ({"hidden": HIDDEN + torch.nan, "reduction": "none"}, ValueError, "hidden, weight or bias: .*NaN"),
+            ({"hidden": HIDDEN.long(), "weight": WEIGHT.long()}, TypeError, "hidden: got dtype torch.int64"),
+            ({"weight": WEIGHT.to("meta")}, ValueError, "weight: got device meta, expected cpu"),
             ({"weight": torch.zeros(5, 8)}, ValueError, r"weight: got shape \(5, 8\), expected \(4, 8\)"),
             ({"weight": WEIGHT.double()}, TypeError, "weight: got dtype torch.float64, expected torch.float32"),
             ({"bias": torch.zeros(5)}, ValueError, r"bias: got shape \(5,\), expected \(4,\)"),

@@ -46,6 +46,39 @@ class TestBatchMates:
 
 
 class TestPrecision:
+    @pytest.mark.parametrize("gap", [50.0, 800.0, 1e30])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("k", [0.0, 1e-30, 0.5, 1.0])
+    @pytest.mark.parametrize(("t", "steps"), [(0.5, None), (0.5, 4), (0.25, 4)])
+    def test_probabilities_too_small_for_a_number(self, k, dtype, gap, t, steps):
+        kernel = NoiseKernel.mixed(4, 3, k)
+        logits = torch.tensor([[[gap, 0, 0, 0], [gap, 0, 0, 0], [-gap, 0, 0, 0]]], dtype=dtype, requires_grad=True)
+        x, z = torch.tensor([[1, 1, 0]]), torch.tensor([[3, 1, 3]])
+        values = nelbo(logits, x, z, t, kernel, steps=steps)
+        values.sum().backward()
+        assert values.isfinite().all()
+        assert logits.grad.isfinite().all()
+        if k == 0:
+            expected = torch.tensor([gap, 0.0, gap + math.log(2)], dtype=dtype) / t
+            torch.testing.assert_close(values.detach()[0], expected, rtol=1e-6, atol=0)
+            p = logits.detach()[0, :, :3].softmax(-1) - one_hot(x[0], 3)
+            torch.testing.assert_close(logits.grad[0, [0, 2], :3], p[[0, 2]] / t, rtol=1e-6, atol=1e-6)
+
+    def test_a_float16_mean_can_be_scaled(self):
+        size, length = 5000, 2048
+        kernel = NoiseKernel.mixed(size, size - 1, 0.1)
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randint(size - 1, (1, length), generator=draw)
+        z = kernel.q_sample(x, 0.5, generator=draw)
+        given = [(torch.randn(*shape, generator=draw) * 0.1).half() for shape in ((1, length, 8), (size, 8))]
+        grads = []
+        for dtype in (torch.float64, torch.float16):
+            hidden, weight = (values.to(dtype).requires_grad_() for values in given)
+            (linear_nelbo(hidden, weight, x, z, 0.5, kernel) * 4096).backward()
+            grads.append((hidden.grad.double(), weight.grad.double()))
+        for exact, half in zip(*grads, strict=True):
+            assert (half - exact).norm() < 1e-3 * exact.norm()
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("t", [1e-4, 0.5, 1 - 1e-4])
     @pytest.mark.parametrize("k", [0.0, 1e-3, 0.1, 1.0])

@@ -177,6 +177,12 @@ def test_denoiser_holds_its_context():
     ("changes", "message"),
     [
         ({"hidden_size": 30}, "hidden_size: got 30, expected a multiple of 8 for 4 heads"),
+        ({"hidden_size": 0}, "hidden_size: got 0, expected at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: got -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads: got 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: got 0"),
+        ({"intermediate_size": 0}, "intermediate_size: got 0"),
+        ({"num_classes": -1}, "num_classes: got -1, expected 0 or more"),
         ({"schedule": "square"}, "schedule: got 'square', expected one of linear, cosine"),
         ({"k": 1.5}, r"k: got 1.5, expected a number in \[0, 1\]"),
         ({"mask_token_id": 9}, "mask_id: got 9, expected an id from 0 to 8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_tokens_of_several_bytes_are_counted_whole(tokenizer_folder: Path) -> No
     [
         ({"eos_token": "[EOS]"}, "the tokenizer has no mask token; add one by tokenizer.add_special_tokens"),
         ({"mask_token": "[MASK]"}, "the tokenizer has no token that ends a document"),
+        ({"mask_token": "[MASK]", "eos_token": "[MASK]"}, r"\[MASK\] is the mask and ends documents; expected two"),
     ],
 )
 def test_tokenizer_without_a_needed_token_is_refused(
@@ -101,6 +103,10 @@ def test_unusable_vocabularies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vocabulary.json").write_text('{"kind": "runes"}')
     with pytest.raises(UserError, match="a vocabulary of unknown kind 'runes'"):
         load_vocabulary(tmp_path)
+    for characters in ("[98, 97]", "[97, 97]", "[9999999]"):
+        (tmp_path / "vocabulary.json").write_text(f'{{"kind": "char", "characters": {characters}}}')
+        with pytest.raises(UserError, match="cannot read the vocabulary"):
+            load_vocabulary(tmp_path)
     (tmp_path / "vocabulary.json").write_text("{")
     with pytest.raises(UserError, match="cannot read the vocabulary"):
         load_vocabulary(tmp_path)
@@ -196,6 +202,7 @@ def test_dataset_on_disk(tmp_path: Path) -> None:
         (b" \n\t", "holds no text"),
         (b"PK\3\4\0\0", "a binary file, expected text"),
         (b"caf\xe9", r"not UTF-8 text \(byte 3\)"),
+        ("text".encode("utf-32"), "a binary file, expected text"),
     ],
 )
 def test_files_without_text_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
@@ -204,6 +211,13 @@ def test_files_without_text_are_refused(content: bytes, message: str, tmp_path: 
     with pytest.raises(UserError, match=message):
         read_documents(str(path))
     with pytest.raises(UserError, match=message):
+        read_documents(str(tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match=r"pipe\.txt: neither a file nor a folder"):
         read_documents(str(tmp_path))
 
 

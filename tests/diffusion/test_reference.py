@@ -173,6 +173,7 @@ class TestPosterior:
             ({"t": 0.0}, r"t: got 0.0, expected times in \(0, 1\]"),
             ({"s": 1.0}, r"s: got 1.0, expected times in \[0, 1\)"),
             ({"s": 0.5}, "s: got 0.5 with t = 0.5, expected s before t"),
+            ({"parameterization": "x0"}, "parameterization: got 'x0'"),
         ],
     )
     def test_bad_input(self, changes, message):

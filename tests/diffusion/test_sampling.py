@@ -174,6 +174,22 @@ class TestNever:
         assert torch.equal(logits, before)
 
 
+class TestExtremes:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("option", [{"temperature": 1e-320}, {"temperature": 1e-40}, {"top_p": 1e-300}], ids=str)
+    def test_only_the_likeliest_is_left(self, option, dtype):
+        kernel = NoiseKernel.masked(5, 4)
+        logits = random(2, 50, 5)
+        drawn = posterior_step(logits, torch.full((2, 50), 4), 1.0, 0.0, kernel, dtype=dtype, **option)
+        assert torch.equal(drawn, logits[..., :4].argmax(-1))
+
+    def test_a_huge_temperature_makes_all_alike_but_what_is_impossible(self, p_value):
+        logits = torch.tensor([9.0, 0.0, -torch.inf, -9.0, 0.0]).expand(1, 20000, 5)
+        z = torch.full((1, 20000), 4)
+        drawn = posterior_step(logits, z, 1.0, 0.0, NoiseKernel.masked(5, 4), temperature=1e300, generator=seeded())
+        assert p_value(drawn.flatten().bincount(minlength=5), torch.tensor([1, 1, 0, 1, 0]).double() / 3) > 1e-3
+
+
 class TestBatchMates:
     @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "temperature": 0.8}, {"dtype": torch.float64}], ids=str)
     @pytest.mark.parametrize("length", [1, 3])
@@ -225,6 +241,14 @@ class TestGuide:
         assert torch.equal(conditional, kept[0])
         assert torch.equal(unconditional, kept[1])
 
+    def test_no_guidance_minds_no_infinity(self):
+        conditional = torch.tensor([0.0, -torch.inf, 1.0])
+        assert torch.equal(guide(conditional, torch.tensor([-torch.inf, 0.0, 0.0]), 0.0), conditional)
+
+    def test_dtypes_must_match(self):
+        with pytest.raises(TypeError, match=r"^unconditional: got dtype torch.float32, expected torch.float16"):
+            guide(torch.zeros(3).half(), torch.zeros(3), 1.0)
+
     def test_shapes_must_match(self):
         with pytest.raises(ValueError, match=r"^unconditional: got shape \(4,\), expected \(3,\)"):
             guide(torch.zeros(3), torch.zeros(4), 1.0)
@@ -253,7 +277,9 @@ class TestBadInput:
             ({"generator": [seeded()] * 2}, ValueError, "generator: got 2 generators"),
             ({"parameterization": "x0"}, ValueError, "parameterization: got 'x0'"),
             ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
+            ({"temperature": math.inf}, ValueError, "temperature: got inf, expected a finite number above 0"),
             ({"top_k": 0}, ValueError, "top_k: got 0"),
+            ({"top_k": 2.0}, TypeError, "top_k: got 2.0, expected an integer"),
             ({"top_p": 0.0}, ValueError, "top_p: got 0.0"),
             ({"top_p": 1.1}, ValueError, "top_p: got 1.1"),
             ({"dtype": torch.float16}, TypeError, "dtype: got torch.float16"),

@@ -122,6 +122,19 @@ def test_long_sequences_stay_finite():
     assert bool(model.nll(model.sample(2, 5000, generator())).isfinite().all())
 
 
+def test_chances_near_the_smallest_number():
+    rare = HiddenMarkovModel(torch.ones(1), torch.ones(1, 1), torch.tensor([[1.0, 1e-320]], dtype=torch.float64))
+    found = rare.log_likelihood(torch.tensor([[1, 0, 0]]))
+    assert float(found) == pytest.approx(math.log(1e-320))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_tokens_are_integers(dtype):
+    for source in (hidden_markov_model(), BracketGrammar()):
+        with pytest.raises(TypeError, match=f"^tokens: got dtype {dtype}"):
+            source.nll(torch.zeros(1, 4, dtype=dtype))
+
+
 def test_impossible_sequences_have_no_likelihood():
     alternating = HiddenMarkovModel(torch.tensor([1.0, 0.0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.eye(2))
     assert alternating.log_likelihood(torch.tensor([[0, 1, 0], [0, 0, 1]])).tolist() == [0, -math.inf]
@@ -142,7 +155,11 @@ def test_samples_follow_the_generator():
     [
         (lambda: HiddenMarkovModel(torch.ones(2), torch.eye(2), torch.eye(2)), "initial: expected rows"),
         (lambda: HiddenMarkovModel(torch.ones(1), torch.eye(2), torch.eye(2)), "got shapes"),
-        (lambda: hidden_markov_model().nll(torch.tensor([[0, 4]])), "tokens: got 0 to 4, expected ids from 0 to 3"),
+        (lambda: HiddenMarkovModel(torch.tensor(1.0), torch.eye(1), torch.eye(1)), "got shapes"),
+        (lambda: HiddenMarkovModel(torch.ones(1), torch.eye(1), torch.ones(1)), "got shapes"),
+        (lambda: HiddenMarkovModel(torch.ones(1), torch.eye(1), torch.tensor([[math.nan, 1]])), "emission: expected"),
+        (lambda: hidden_markov_model().entropy_rate(4, samples=1), "samples: got 1, expected at least 2"),
+        (lambda: hidden_markov_model().nll(torch.tensor([[0, 4]])), "tokens: got token 4, expected ids from 0 to 3"),
         (lambda: hidden_markov_model().nll(torch.tensor([0, 1])), r"tokens: got shape \(2,\)"),
         (lambda: BracketGrammar().nll(torch.tensor([[0, 1, 0]])), "length: got 3, expected an even number"),
         (lambda: BracketGrammar(kinds=0), "kinds: got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -11,8 +12,26 @@ PARAMETERIZATIONS = ("loo", "denoiser")
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-def check_tokens(name: str, tokens: Tensor, vocab_size: int, shape: torch.Size | None = None) -> None:
-    """Raise for tokens that are no (B, L) integers in [0, vocab_size), or not of ``shape``."""
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise for a count that is no integer, or below ``least``."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected at least {least}")
+
+
+def check_tensor(name: str, value: Tensor, device: torch.device | None = None) -> None:
+    """Raise for what is no tensor, or not on ``device``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: got device {value.device}, expected {device} as the tokens have")
+
+
+def check_tokens(name: str, tokens: Tensor, vocab_size: int, like: Tensor | None = None) -> None:
+    """Raise for tokens that are no (B, L) integers in [0, vocab_size), or not of the shape and device of ``like``."""
+    check_tensor(name, tokens, None if like is None else like.device)
+    shape = None if like is None else like.shape
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: got dtype {tokens.dtype}, expected int64")
     if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
@@ -26,6 +45,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, shape: torch.Size |
 
 def check_logits(logits: Tensor, tokens: Tensor, vocab_size: int) -> None:
     """Raise for logits whose shape is not that of ``tokens`` with the vocabulary behind it."""
+    check_tensor("logits", logits, tokens.device)
     expected = (*tokens.shape, vocab_size)
     if logits.shape != expected:
         hint = ""
@@ -40,6 +60,7 @@ def check_observed(observed: Tensor | None, shape: torch.Size, device: torch.dev
     """Return the (B, L) bool mask of observed tokens, none where None; raise where nothing is left to noise."""
     if observed is None:
         return torch.zeros(shape, dtype=torch.bool, device=device)
+    check_tensor("observed", observed, device)
     if observed.dtype != torch.bool:
         raise TypeError(f"observed: got dtype {observed.dtype}, expected bool")
     if observed.shape != shape:
@@ -60,8 +81,12 @@ def times(name: str, t: Tensor | float, shape: torch.Size, device: torch.device,
 
     Raises:
         ValueError: another shape, or a time outside (0, 1], [0, 1) where ``zero``.
+        TypeError: no number and no tensor.
     """
-    values = torch.as_tensor(t, dtype=torch.float64, device=device)
+    try:
+        values = torch.as_tensor(t, dtype=torch.float64, device=device)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {t!r}, expected a number or a tensor") from error
     if values.shape == shape[:1] and values.ndim == 1:
         values = values[:, None]
     elif values.ndim and values.shape != shape:
@@ -91,10 +116,13 @@ def uniforms(shape: torch.Size, count: int, generator: Generators, device: torch
 
     Raises:
         ValueError: a list of generators of another length than the batch.
+        TypeError: something else than generators.
     """
     options = {"dtype": torch.float64, "device": device}
     if generator is None or isinstance(generator, torch.Generator):
         return torch.rand(*shape, count, generator=generator, **options)  # type: ignore[call-overload]
+    if not isinstance(generator, Sequence) or not all(isinstance(each, torch.Generator) for each in generator):
+        raise TypeError(f"generator: got {generator!r}, expected a torch.Generator, or a list of one for each sequence")
     if len(generator) != shape[0]:
         raise ValueError(f"generator: got {len(generator)} generators, expected one for each of {shape[0]} sequences")
     rows = [torch.rand(shape[1], count, generator=each, **options) for each in generator]  # type: ignore[call-overload]

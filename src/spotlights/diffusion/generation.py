@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spotlights.diffusion.checks import Generators, check_logits, check_observed, check_tokens
+from spotlights.diffusion.checks import Generators, check_count, check_logits, check_observed, check_tokens
 from spotlights.diffusion.kernel import NoiseKernel
 from spotlights.diffusion.sampling import guide, posterior_step
 
@@ -65,16 +65,15 @@ def sample(
         >>> sample(prefer_one, kernel, prompt=torch.tensor([[0, 2, 2]]), steps=4)
         tensor([[0, 1, 1]])
     """
-    if steps < 1:
-        raise ValueError(f"steps: got {steps}, expected at least 1")
+    check_count("steps", steps)
     if sampler not in SAMPLERS:
         raise ValueError(f"sampler: got {sampler!r}, expected {' or '.join(map(repr, SAMPLERS))}")
     if sampler == "refine" and (kernel.k is None or kernel.mask_id is None):
         raise ValueError(f"sampler: 'refine' needs mixed noise with a mask token, got {kernel}")
     if sampler == "refine" and options:
         raise ValueError(f"{next(iter(options))}: has no meaning for the sampler 'refine', which draws nothing")
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, expected at least 1")
+    if block_size is not None:
+        check_count("block_size", block_size)
     if guidance and unconditional is None:
         raise ValueError("unconditional: got None, expected a denoiser, as guidance is not 0")
     if prompt is None:
@@ -85,6 +84,8 @@ def sample(
         given, z = None, kernel.prior(shape, generator=generator, device=device)
     else:
         check_tokens("prompt", prompt, kernel.vocab_size)
+        if shape is not None and tuple(shape) != prompt.shape:
+            raise ValueError(f"shape: got {tuple(shape)}, expected {tuple(prompt.shape)} as the prompt has, or none")
         if observed is None and kernel.mask_id is None:
             raise ValueError("observed: expected which tokens of the prompt are given, as there is no mask token")
         given = check_observed(
@@ -100,6 +101,7 @@ def sample(
     def logits(tokens: Tensor, t: float) -> Tensor:
         when = torch.full((len(tokens),), t, dtype=torch.float64, device=tokens.device)
         scores = denoiser(tokens, when)
+        check_logits(scores, tokens, kernel.vocab_size)
         return guide(scores, unconditional(tokens, when), guidance) if unconditional and guidance else scores
 
     length = z.shape[1]
@@ -169,6 +171,7 @@ def _refine_budget(unmasked: Tensor, kernel: NoiseKernel) -> Tensor:
     return (unmasked.double() * (kernel.k / (1 - kernel.k)) + 1e-9).long()
 
 
+@torch.no_grad()
 def refine_step(
     logits: Tensor,
     z: Tensor,

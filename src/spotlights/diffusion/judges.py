@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spotlights.diffusion.checks import check_count, check_tensor, check_tokens
+
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
@@ -42,9 +44,8 @@ class NGramJudge:
     """
 
     def __init__(self, order: int, vocab_size: int) -> None:
-        for name, value in (("order", order), ("vocab_size", vocab_size)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1")
+        check_count("order", order)
+        check_count("vocab_size", vocab_size)
         self.order = order
         self.vocab_size = vocab_size
         # One entry a level: the known n-grams as sorted keys, how often each came, and for each context how often it
@@ -66,6 +67,10 @@ class NGramJudge:
             ValueError: a token is out of range, a shape does not match, or there is no token.
         """
         array = self._array(tokens)
+        if padding is not None:
+            check_tensor("padding", padding)
+            if padding.dtype != torch.bool:
+                raise TypeError(f"padding: got dtype {padding.dtype}, expected bool")
         text = np.ones(array.shape, dtype=bool) if padding is None else ~padding.cpu().numpy()
         if text.shape != array.shape:
             raise ValueError(f"padding: got shape {text.shape}, expected {array.shape} as in tokens")
@@ -101,6 +106,8 @@ class NGramJudge:
         chance = np.full(array.shape, 1 / self.vocab_size)
         contexts = np.zeros_like(array)
         for keys, counts, totals, types in zip(self._keys, self._counts, self._totals, self._types, strict=True):
+            if not len(keys):
+                break  # the text was shorter than this order and all higher ones
             numbers = _find(np.where(contexts >= 0, contexts * self.vocab_size + array, -1), keys)
             seen = np.where(numbers >= 0, counts[numbers], 0)
             total, different = (np.where(contexts >= 0, of_context[contexts], 0) for of_context in (totals, types))
@@ -119,14 +126,8 @@ class NGramJudge:
         return self.token_nll(tokens).mean(1)
 
     def _array(self, tokens: Tensor) -> _Ints:
-        array = tokens.cpu().numpy().astype(np.int64)
-        if array.ndim != 2:
-            raise ValueError(f"tokens: got shape {array.shape}, expected (B, L)")
-        if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
-            raise ValueError(
-                f"tokens: got {array.min()} to {array.max()}, expected ids from 0 to {self.vocab_size - 1}"
-            )
-        return array
+        check_tokens("tokens", tokens, self.vocab_size)
+        return tokens.cpu().numpy().astype(np.int64)
 
 
 def _shifted(grams: _Ints) -> _Ints:
@@ -162,4 +163,4 @@ def token_entropy(tokens: Tensor) -> float:
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     runs = starts.flatten().cumsum(0) - 1
     frequency = runs.bincount()[runs].double() / tokens.shape[1]
-    return float(-frequency.log().mean())
+    return float(frequency.log().mean().abs())

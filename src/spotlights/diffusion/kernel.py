@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spotlights.diffusion.checks import Generators, check_observed, check_tokens, times, uniforms
+from spotlights.diffusion.checks import Generators, check_count, check_observed, check_tokens, times, uniforms
 from spotlights.diffusion.schedules import LinearSchedule, Schedule
 
 NoisePath = Callable[[Tensor], Tensor]
@@ -31,6 +31,7 @@ class NoiseKernel:
 
     Raises:
         ValueError: ``pi`` is no distribution, or ``mask_id`` is out of range.
+        TypeError: ``pi`` is neither a tensor nor a function.
 
     Example:
         >>> kernel = NoiseKernel(torch.tensor([0.5, 0.25, 0.25]))
@@ -58,14 +59,15 @@ class NoiseKernel:
             if not (bool((pi >= 0).all()) and abs(float(pi.sum()) - 1) < 1e-5):
                 raise ValueError("pi: expected numbers of 0 or more that sum to 1")
             pi = pi / pi.sum()
+        elif not callable(pi):
+            raise TypeError(f"pi: got {type(pi).__name__}, expected a tensor or a function of times")
         elif vocab_size is None:
             raise ValueError("vocab_size: needed where pi is a function of time")
         self._set_vocabulary(vocab_size, mask_id)
         self._pi: Tensor | NoisePath | None = pi
 
     def _set_vocabulary(self, vocab_size: int, mask_id: int | None) -> None:
-        if vocab_size < 2:
-            raise ValueError(f"vocab_size: got {vocab_size}, expected at least 2")
+        check_count("vocab_size", vocab_size, least=2)
         if mask_id is not None and not 0 <= mask_id < vocab_size:
             raise ValueError(f"mask_id: got {mask_id}, expected an id from 0 to {vocab_size - 1}")
         self.vocab_size = vocab_size
@@ -122,7 +124,7 @@ class NoiseKernel:
         """Return the noise distribution, (N,) float64, or (..., N) at times ``t``, (...) float64.
 
         Raises:
-            ValueError: the distribution depends on time and ``t`` is None.
+            ValueError: the distribution depends on time and ``t`` is None, or its function gives another shape.
         """
         if isinstance(self._pi, Tensor):
             row = self._pi if t is None else self._pi.to(t.device)
@@ -135,7 +137,11 @@ class NoiseKernel:
         elif t is None:
             raise ValueError("t: got None, expected times, as this noise depends on time")
         else:
-            return self._pi(t)
+            moving = self._pi(t)
+            if moving.shape != (*t.shape, self.vocab_size):
+                expected = (*t.shape, self.vocab_size)
+                raise ValueError(f"pi: the function gave shape {tuple(moving.shape)}, expected {expected}")
+            return moving
         return row if t is None else row.expand(*t.shape, -1)
 
     def noise(self, t: Tensor) -> Tensor:
@@ -145,6 +151,8 @@ class NoiseKernel:
 
     def noise_at(self, t: Tensor, tokens: Tensor) -> Tensor:
         """Return (1 - alpha) pi(e) at one token e for each time: float64 in the shape of ``t`` and ``tokens``."""
+        if isinstance(self._pi, Tensor):
+            return (1 - self.alpha(t)) * self._pi.to(t.device)[tokens.long()]
         if self.k is None:
             return self.noise(t).gather(-1, tokens[..., None].long()).squeeze(-1)
         point = (tokens == self.mask_id).double() if self.mask_id is not None else torch.zeros_like(t)
@@ -161,8 +169,9 @@ class NoiseKernel:
         if self._pi is None or isinstance(self._pi, Tensor):
             beta = 1 - self.alpha(t)
             return -self.schedule.derivative(t) * (self.noise_at(t, tokens) / beta)
-        with torch.enable_grad():
-            moving = t.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            moving = t.detach().clone().requires_grad_()
+            tokens = tokens.clone()
             noise = self.noise_at(moving, tokens)
             slope = torch.autograd.grad(noise.sum(), moving)[0]
         rate = self.alpha(t) * slope - self.schedule.derivative(t) * noise.detach()
@@ -203,7 +212,9 @@ class NoiseKernel:
     def draw(self, t: Tensor, coin: Tensor, place: Tensor) -> Tensor:
         """Return one draw from pi for each time: int64 from two float64 uniforms in [0, 1), all of one shape."""
         if self.k is None:
-            cumulative = self.pi(t).cumsum(-1)
+            cumulative = (self._pi.to(t.device) if isinstance(self._pi, Tensor) else self.pi(t)).cumsum(-1)
+            if bool(((cumulative[..., -1] - 1).abs() > 1e-5).any()):
+                raise ValueError("pi: the function gave numbers that do not sum to 1")
             return categorical(cumulative, place)
         everywhere = (place * self.vocab_size).long().clamp_max(self.vocab_size - 1)
         return everywhere if self.mask_id is None else torch.where(coin < self.k, everywhere, self.mask_id)
@@ -213,10 +224,15 @@ class NoiseKernel:
     ) -> Tensor:
         """Return tokens of pure noise, (B, L) int64: where sampling starts.
 
+        Raises:
+            ValueError: ``shape`` is not (B, L), or the generators do not fit.
+
         Example:
             >>> NoiseKernel.masked(5, mask_id=4).prior((1, 3))
             tensor([[4, 4, 4]])
         """
+        if len(shape) != 2 or min(shape) < 0:
+            raise ValueError(f"shape: got {tuple(shape)}, expected (batch, length)")
         draws = uniforms(torch.Size(shape), 2, generator, torch.device(device))
         return self.draw(torch.ones_like(draws[..., 0]), draws[..., 0], draws[..., 1])
 

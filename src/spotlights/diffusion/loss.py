@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spotlights.diffusion.checks import (
+    check_count,
     check_logits,
     check_observed,
     check_parameterization,
+    check_tensor,
     check_tokens,
     step_times,
     times,
@@ -106,7 +108,8 @@ def linear_nelbo(
         parameterization: as in `nelbo`.
         steps: as in `nelbo`.
         reduction: "mean" over the tokens not observed, "sum", or "none" for (B, L). The first two compute gradients
-            together with the loss; "none" computes each logit a second time in the backward pass.
+            together with the loss; "none", and float16 for the sake of loss scaling, compute each logit a second time
+            in the backward pass.
 
     Returns:
         A scalar, or (B, L) for "none"; float64 for float64 input, else float32.
@@ -120,6 +123,12 @@ def linear_nelbo(
         >>> linear_nelbo(torch.ones(1, 2, 8), torch.zeros(3, 8), x, z, 0.5, kernel)
         tensor(0.6931)
     """
+    check_tokens("z", z, kernel.vocab_size)
+    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if value is not None:
+            check_tensor(name, value, z.device)
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden: got dtype {hidden.dtype}, expected a floating one")
     if hidden.ndim != 3 or hidden.shape[:2] != z.shape:
         raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected {(*z.shape, 'D')} with D features")
     if weight.shape != (kernel.vocab_size, hidden.shape[2]):
@@ -131,7 +140,6 @@ def linear_nelbo(
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: got {reduction!r}, expected 'mean', 'sum' or 'none'")
-    check_tokens("z", z, kernel.vocab_size)
     tokens = _Tokens.select(x, z, t, kernel, observed, parameterization, steps)
     arguments = (hidden.flatten(0, 1), weight, bias, tokens)
     # Products run in the dtype of what is given, whatever autocast says.
@@ -141,7 +149,11 @@ def linear_nelbo(
         else:
             counted = z.numel() if observed is None else int((~observed).sum())
             scale = 1 / max(counted, 1) if reduction == "mean" else 1.0
-            loss = _ReducedLinearNelbo.apply(*arguments, scale, torch.is_grad_enabled())
+            if hidden.dtype == torch.float16:
+                # Gradients of a mean underflow unless they know how the loss is scaled.
+                loss = _LinearNelbo.apply(*arguments).sum(dtype=torch.float64).mul(scale).float()
+            else:
+                loss = _ReducedLinearNelbo.apply(*arguments, scale, torch.is_grad_enabled())
     return _checked(loss, "hidden, weight or bias")
 
 
@@ -169,7 +181,7 @@ class _Tokens:
     noise_x: Tensor  # (1 - alpha) pi(x) at tau
     own: Tensor | None  # what a denoiser's logit at z is lowered by
     gain: Tensor
-    at_z: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # p_z -> (z-term, its derivative)
+    at_z: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # log p_z -> (z-term, its derivative)
 
     @classmethod
     def select(
@@ -182,10 +194,10 @@ class _Tokens:
         parameterization: str,
         steps: int | None,
     ) -> _Tokens:
-        check_tokens("x", x, kernel.vocab_size, z.shape)
+        check_tokens("x", x, kernel.vocab_size, like=z)
         check_parameterization(parameterization)
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps: got {steps}, expected at least 1")
+        if steps is not None:
+            check_count("steps", steps)
         fixed = check_observed(observed, z.shape, z.device)
         if kernel.mask_id is not None and bool(((x == kernel.mask_id) & ~fixed).any()):
             raise ValueError(f"x: holds the mask id {kernel.mask_id} at a token that is not observed")
@@ -242,13 +254,14 @@ def _continuous(
     at_z = alpha * same + noise_z
     gain = drawn / at_z
 
-    def z_term(p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def z_term(log_p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """rho - log rho - 1, divided by alpha as the KL is, times the gain."""
+        p_z = log_p_z.exp()
         model = alpha[part] * p_z + noise_z[part]
         excess = (same[part] - p_z) / model  # (rho - 1) / alpha
         log_rho = (at_z[part] / model).log()
         value = _excess(alpha[part] * excess, log_rho) / alpha[part]
-        return gain[part] * value, -gain[part] * alpha[part] * excess / model
+        return gain[part] * value, -gain[part] * alpha[part] * excess / model * p_z
 
     return gain, z_term
 
@@ -262,15 +275,18 @@ def _finite(
     stay = later / alpha * at_s / at_t
     gain = steps * alpha * drawn / at_t
 
-    def at_z(p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def at_z(log_p_z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """stay log(f_s(x, z) / f_s(p, z)) - log(f_t(x, z) / f_t(p, z)), times T."""
+        p_z = log_p_z.exp()
         model_t, model_s = later[part] * p_z + noise_t[part], alpha[part] * p_z + noise_s[part]
+        # Without noise at s p_z may be too small for a number, its logarithm is not.
+        log_model_s = torch.where(noise_s[part] > 0, model_s.log(), alpha[part].log() + log_p_z)
+        share = torch.where(noise_s[part] > 0, alpha[part] * p_z / model_s, 1)
         # Without noise at s a token that must have been drawn has a stay of 0, whatever p_z is.
-        kept = torch.where(stay[part] > 0, stay[part] * (at_s[part].log() - model_s.log()), 0)
-        slope = torch.where(stay[part] > 0, -stay[part] * alpha[part] / model_s, 0)
+        kept = torch.where(stay[part] > 0, stay[part] * (at_s[part].log() - log_model_s), 0)
         value = kept - at_t[part].log() + model_t.log()
         # Never negative, by the log-sum inequality.
-        return steps * value.clamp_min(0), steps * (slope + later[part] / model_t)
+        return steps * value.clamp_min(0), steps * (later[part] * p_z / model_t - stay[part] * share)
 
     return gain, at_z
 
@@ -300,7 +316,7 @@ def _loss(rows: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, _Found]:
     p = rows.div_(total)
     log_total = highest.double() + total.double().log()
     log_p_x, log_p_z = (at_places - log_total).unbind(1)
-    p_x, p_z = log_p_x.exp(), log_p_z.exp()
+    p_x = log_p_x.exp()
 
     # KL / alpha, each token's term written as f_x (r - 1 - log r) >= 0 with r = f_p / f_x.
     data_x, model_x = alpha + noise_x, alpha * p_x + noise_x
@@ -310,9 +326,9 @@ def _loss(rows: Tensor, tokens: _Tokens, part: slice) -> tuple[Tensor, _Found]:
     others = (_terms(p, tokens, part) - _terms_at(noise_x, alpha * p_x)) / alpha
     kl = at_x + others.clamp_min(0)
 
-    value, slope = tokens.at_z(p_z, part)
-    drift_x = gain * alpha * p_x / model_x
-    found = _Found(log_total, *(v[:, None].to(rows.dtype) for v in (drift_x, slope * p_z)))
+    value, drift_z = tokens.at_z(log_p_z, part)
+    drift_x = gain * torch.where(noise_x > 0, alpha * p_x / model_x, 1)
+    found = _Found(log_total, *(v[:, None].to(rows.dtype) for v in (drift_x, drift_z)))
     return gain * kl + value, found
 
 

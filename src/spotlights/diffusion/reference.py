@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spotlights.diffusion.checks import check_logits, check_tokens, step_times, times
+from spotlights.diffusion.checks import check_logits, check_parameterization, check_tokens, step_times, times
 from spotlights.diffusion.kernel import NoiseKernel
 
 
@@ -76,7 +76,7 @@ def posterior(
         (B, L, N) of the logits' dtype.
 
     Raises:
-        ValueError: a shape, token or time is not as above.
+        ValueError: a shape, token or time is not as above, or ``parameterization`` is unknown.
 
     Example:
         >>> kernel = NoiseKernel.masked(3, mask_id=2)
@@ -85,6 +85,7 @@ def posterior(
     """
     check_tokens("z", z, kernel.vocab_size)
     check_logits(logits, z, kernel.vocab_size)
+    check_parameterization(parameterization)
     later, earlier = step_times(t, s, z.shape, z.device)
     p = probabilities(logits.double(), z, later, kernel, parameterization)
     return posterior_of(p, z, later, earlier, kernel).to(logits.dtype)

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from spotlights.diffusion.checks import (
     Generators,
+    check_count,
     check_logits,
     check_observed,
     check_parameterization,
+    check_tensor,
     check_tokens,
     step_times,
     uniforms,
@@ -19,6 +21,7 @@ from spotlights.diffusion.kernel import NoiseKernel, categorical
 from spotlights.diffusion.reference import own_evidence
 
 
+@torch.no_grad()
 def posterior_step(
     logits: Tensor,
     z: Tensor,
@@ -49,7 +52,7 @@ def posterior_step(
         generator: of the draws; with one for each sequence, a sequence's draws do not depend on its batch mates.
         observed: (B, L) bool; tokens that are never rewritten.
         parameterization: "loo" or "denoiser", as in `nelbo`.
-        temperature: divides the logits, more than 0.
+        temperature: divides the logits, more than 0 and finite.
         top_k: keep only so many of the likeliest tokens.
         top_p: keep only the likeliest tokens whose probabilities reach this sum, in (0, 1].
         dtype: of probabilities and running sums; float64 follows the distribution in its last digits, too.
@@ -115,15 +118,24 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 
     Args:
         conditional: (..., N) logits given the condition; those of -infinity stay so.
-        unconditional: (..., N) logits without it.
+        unconditional: (..., N) logits without it, of the same dtype; what only they exclude becomes +infinity.
         scale: g, 0 for no guidance.
+
+    Raises:
+        ValueError: the shapes differ. TypeError: the dtypes do.
 
     Example:
         >>> guide(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.0]), scale=2.0)
         tensor([2., 0.])
     """
+    for name, value in (("conditional", conditional), ("unconditional", unconditional)):
+        check_tensor(name, value)
     if conditional.shape != unconditional.shape:
         raise ValueError(f"unconditional: got shape {tuple(unconditional.shape)}, expected {tuple(conditional.shape)}")
+    if conditional.dtype != unconditional.dtype:
+        raise TypeError(f"unconditional: got dtype {unconditional.dtype}, expected {conditional.dtype}")
+    if scale == 0:  # infinity times 0 is no number
+        return conditional.clone()
     guided = torch.lerp(unconditional, conditional, 1 + scale)
     return guided.masked_fill_(conditional == -torch.inf, -torch.inf)
 
@@ -141,17 +153,18 @@ class _Preparation:
         dtype: torch.dtype,
     ) -> None:
         check_parameterization(parameterization)
-        if not temperature > 0:
-            raise ValueError(f"temperature: got {temperature}, expected more than 0")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k: got {top_k}, expected at least 1")
+        if not 0 < temperature < torch.inf:
+            raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
+        if top_k is not None:
+            check_count("top_k", top_k)
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p: got {top_p}, expected a number in (0, 1]")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype: got {dtype}, expected torch.float32 or torch.float64")
         self.kernel = kernel
         self.denoiser = parameterization == "denoiser"
-        self.temperature = temperature
+        limits = torch.finfo(dtype)
+        self.temperature = min(max(temperature, limits.tiny), limits.max)
         self.top_k = top_k
         self.top_p = top_p
         self.dtype = dtype
@@ -165,14 +178,16 @@ class _Preparation:
         if kernel.mask_id is not None:
             rows[:, kernel.mask_id] = -torch.inf
         if self.temperature != 1:
-            rows /= self.temperature
+            # The highest becomes 0, which no temperature takes out of range.
+            rows = rows.sub_(rows.amax(1, keepdim=True)).div_(self.temperature)
         if self.top_k is not None and self.top_k < kernel.vocab_size:
             least = rows.topk(self.top_k, dim=1).values[:, -1:]
             rows.masked_fill_(rows < least, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             ordered, order = rows.sort(1, descending=True)
             before = ordered.softmax(1).cumsum(1).roll(1, 1)
-            before[:, 0] = 0
-            drop = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, before >= self.top_p)
+            beyond = before >= self.top_p
+            beyond[:, 0] = False
+            drop = torch.zeros_like(beyond).scatter_(1, order, beyond)
             rows.masked_fill_(drop, -torch.inf)
         return rows

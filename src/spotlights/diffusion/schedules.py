@@ -27,8 +27,8 @@ class Schedule(ABC):
 
     def derivative(self, t: Tensor) -> Tensor:
         """Return d alpha / dt at times ``t``, any shape, in [0, 1]."""
-        with torch.enable_grad():
-            times = t.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            times = t.detach().clone().requires_grad_()
             return torch.autograd.grad(self.alpha(times).sum(), times)[0]
 
 

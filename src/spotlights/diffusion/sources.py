@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spotlights.diffusion.checks import check_count, check_tokens
+
 
 @dataclass(frozen=True)
 class EntropyRate:
@@ -42,17 +44,19 @@ class Source(ABC):
     def entropy_rate(
         self, length: int, *, samples: int = 4096, generator: torch.Generator | None = None
     ) -> EntropyRate:
-        """Estimate the entropy of sequences of one length, by the mean exact NLL of samples."""
+        """Estimate the entropy of sequences of one length, by the mean exact NLL of samples.
+
+        Raises:
+            ValueError: less than 2 samples.
+        """
+        check_count("samples", samples, least=2)
         nll = self.nll(self.sample(samples, length, generator))
         return EntropyRate(float(nll.mean()), float(nll.std()) / math.sqrt(samples))
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected (B, L) with L of at least 1")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise ValueError(
-                f"tokens: got {int(tokens.min())} to {int(tokens.max())}, expected ids from 0 to {self.vocab_size - 1}"
-            )
+        check_tokens("tokens", tokens, self.vocab_size)
 
 
 class HiddenMarkovModel(Source):
@@ -73,13 +77,14 @@ class HiddenMarkovModel(Source):
     """
 
     def __init__(self, initial: Tensor, transition: Tensor, emission: Tensor) -> None:
-        states = len(initial)
-        if initial.shape != (states,) or transition.shape != (states, states) or emission.shape[:1] != (states,):
+        states = initial.numel()
+        emitting = emission.ndim == 2 and len(emission) == states
+        if initial.ndim != 1 or transition.shape != (states, states) or not emitting:
             shapes = ", ".join(str(tuple(table.shape)) for table in (initial, transition, emission))
             raise ValueError(f"initial, transition, emission: got shapes {shapes}, expected (S,), (S, S), (S, V)")
         tables = {"initial": initial, "transition": transition, "emission": emission}
         for name, table in tables.items():
-            if bool((table < 0).any()) or bool(((table.sum(-1) - 1).abs() > 1e-5).any()):
+            if not bool((table >= 0).all()) or not bool(((table.sum(-1) - 1).abs() <= 1e-5).all()):
                 raise ValueError(f"{name}: expected rows of numbers of 0 or more that sum to 1")
         self.initial, self.transition, self.emission = (
             table.double() / table.double().sum(-1, keepdim=True) for table in tables.values()
@@ -123,7 +128,7 @@ class HiddenMarkovModel(Source):
             joint = state * emitted[:, place]
             chance = joint.sum(1)
             total += chance.log()
-            state = (joint / chance.clamp_min(torch.finfo(torch.float64).tiny)[:, None]) @ self.transition
+            state = (joint / torch.where(chance > 0, chance, 1)[:, None]) @ self.transition
         return total
 
 
@@ -148,8 +153,7 @@ class BracketGrammar(Source):
     """
 
     def __init__(self, kinds: int = 4, noise: float = 0.02) -> None:
-        if kinds < 1:
-            raise ValueError(f"kinds: got {kinds}, expected at least 1")
+        check_count("kinds", kinds)
         if not 0 < noise < 1:
             raise ValueError(f"noise: got {noise}, expected a number between 0 and 1, both excluded")
         self.kinds = kinds

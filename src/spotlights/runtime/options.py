@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from spotlights.runtime.errors import UserError, first_line
 
@@ -60,13 +60,18 @@ def settings_from(kind: type[S], values: Mapping[str, Any]) -> S:
     Raises:
         UserError: an unknown or ill-typed setting, or one out of range.
     """
-    if unknown := set(values) - {entry.name for entry in fields(kind)}:
-        raise UserError(f"config.yaml: unknown setting {', '.join(sorted(unknown))}")
+    hints = get_type_hints(kind)
+    if unknown := sorted(str(name) for name in values if name not in hints):
+        raise UserError(f"config.yaml: unknown setting {', '.join(unknown)}")
+    for name, value in values.items():
+        hint = hints[name]
+        kinds = [get_origin(each) or each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        # A whole number will do for any number, but a truth value is none.
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise UserError(f"config.yaml: {name}: got {value!r}, expected {expected}")
     settings = kind(**values)
-    try:
-        settings.validate()
-    except TypeError as error:
-        raise UserError(f"config.yaml: a setting of the wrong type: {error}") from error
+    settings.validate()
     return settings
 
 
@@ -103,7 +108,9 @@ def find_device(name: str) -> torch.device:
     import torch
 
     try:
-        return torch.empty(0, device=name).device
+        found = torch.zeros(1, device=name)
+        found.tolist()  # the meta device holds no values
+        return found.device
     # Builds without a device raise AssertionError, others RuntimeError or NotImplementedError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"--device: {name}: {first_line(error)}") from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlights.diffusion.cli.common import needs_text
 from spotlights.diffusion.cli.sampling import add_draw_options, draw_options
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.errors import UserError, first_line
 from spotlights.runtime.options import at_least, find_device
 from spotlights.runtime.progress import passing_bar
 
@@ -88,6 +89,8 @@ def _eval(arguments: argparse.Namespace) -> int:
             else:
                 _judge_runs(arguments, runs, judge, reference, options, figures)
     if arguments.json:
+        # JSON knows no infinity, which is how wide the interval of a single sequence is.
+        figures = json.loads(json.dumps(figures), parse_constant=lambda name: None)
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     else:
         _print_figures(figures)
@@ -132,7 +135,7 @@ def _bound(arguments: argparse.Namespace, trained: TrainedDenoiser, held: TokenS
 
     from spotlights.diffusion.recipes.evaluation import estimate_nelbo
 
-    with passing_bar(f"{trained.source}: NELBO") as show:
+    with passing_bar(f"{trained.source}: NELBO") as show, _usable(trained.source):
         estimate = estimate_nelbo(
             trained.model,
             held,
@@ -151,6 +154,17 @@ def _bound(arguments: argparse.Namespace, trained: TrainedDenoiser, held: TokenS
         "tokens": estimate.tokens,
         "bytes": estimate.bytes,
     }
+
+
+@contextmanager
+def _usable(source: str) -> Iterator[None]:
+    """Turn what a damaged model or an extreme option makes of the logits into one line."""
+    try:
+        yield
+    except ValueError as error:
+        if "NaN" not in str(error):
+            raise
+        raise UserError(f"{source}: {first_line(error)}") from error
 
 
 def _whole(held: TokenSet, count: int) -> Any:
@@ -184,7 +198,7 @@ def _judge_runs(
 
     figures |= {"steps": options["steps"], "samples": arguments.samples, "held_back": judge_samples(reference, judge)}
     for folder, trained in runs.items():
-        with passing_bar(f"{folder}: samples") as show:
+        with passing_bar(f"{folder}: samples") as show, _usable(folder):
             made = generate(
                 trained.model,
                 arguments.samples,
@@ -224,7 +238,7 @@ def _frontier(
                 flush=True,
             )
 
-    with passing_bar("samples") as on_step:
+    with passing_bar("samples") as on_step, _usable(", ".join(runs)):
         rows = frontier(
             {name: trained.model for name, trained in runs.items()},
             judge,

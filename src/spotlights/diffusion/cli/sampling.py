@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from spotlights.diffusion.cli.common import needs_text
@@ -38,8 +39,8 @@ def draw_options(arguments: argparse.Namespace) -> dict[str, Any]:
         UserError: one is out of range.
     """
     at_least(1, steps=arguments.steps, top_k=arguments.top_k)
-    at_least(0, seed=arguments.seed)
-    require(arguments.temperature > 0, "temperature", arguments.temperature, "more than 0")
+    require(0 <= arguments.seed < 2**32, "seed", arguments.seed, "0 to 2^32 - 1")
+    require(0 < arguments.temperature < math.inf, "temperature", arguments.temperature, "more than 0")
     require(arguments.top_p is None or 0 < arguments.top_p <= 1, "top_p", arguments.top_p, "a number in (0, 1]")
     options = {"steps": arguments.steps, "top_k": arguments.top_k, "top_p": arguments.top_p}
     if arguments.temperature != 1:

@@ -38,7 +38,8 @@ class MaskedLMDenoiser:
         parameterization: as given.
 
     Raises:
-        ValueError: there is no mask token, or one outside the vocabulary; later, the model has fewer logits than N.
+        ValueError: there is no mask token, or one outside the vocabulary; later, the model has fewer logits than N, or
+            positions than tokens.
         TypeError: later, the model gives no logits.
 
     Example:
@@ -108,7 +109,14 @@ class MaskedLMDenoiser:
         return denoise
 
     def _logits(self, z: Tensor, context: dict[str, Tensor | None]) -> Tensor:
-        output = self.model(input_ids=z, **context)
+        try:
+            output = self.model(input_ids=z, **context)
+        except (RuntimeError, IndexError) as error:
+            longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+            if isinstance(longest, int) and z.shape[1] > longest:
+                message = f"z: got {z.shape[1]} tokens, expected at most {longest} (max_position_embeddings)"
+                raise ValueError(message) from error
+            raise
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if logits is None:
             raise TypeError(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 from transformers import initialization as init
 from transformers.modeling_outputs import MaskedLMOutput
 
-from spotlights.diffusion.checks import check_parameterization
+from spotlights.diffusion.checks import check_count, check_parameterization
 from spotlights.diffusion.generation import Denoiser
 from spotlights.diffusion.kernel import NoiseKernel
 from spotlights.diffusion.schedules import SCHEDULES
@@ -92,6 +92,13 @@ class XDLMForMaskedLM(PreTrainedModel):
     def __init__(self, config: XDLMConfig) -> None:
         super().__init__(config)
         width, heads = config.hidden_size, config.num_attention_heads
+        counts = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for name in counts:
+            check_count(name, getattr(config, name))
+        if config.intermediate_size is not None:
+            check_count("intermediate_size", config.intermediate_size)
+        if config.num_classes < 0:
+            raise ValueError(f"num_classes: got {config.num_classes}, expected 0 or more")
         if width % (2 * heads):
             raise ValueError(f"hidden_size: got {width}, expected a multiple of {2 * heads} for {heads} heads")
         if config.schedule not in SCHEDULES:
@@ -223,7 +230,10 @@ class XDLMForMaskedLM(PreTrainedModel):
 
 def cut(context: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
     """Return a context whose values of each token, (B, L), are cut to ``length``; those of each sequence stay."""
-    return {name: value if value is None or value.ndim == 1 else value[:, :length] for name, value in context.items()}
+    return {
+        name: value[:, :length] if isinstance(value, Tensor) and value.ndim > 1 else value
+        for name, value in context.items()
+    }
 
 
 def _rotation(length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spotlights.diffusion.checks import Generators, check_parameterization
+from spotlights.diffusion.checks import Generators, check_count, check_parameterization
 from spotlights.diffusion.kernel import NoiseKernel
 from spotlights.diffusion.sampling import posterior_step
 from spotlights.diffusion.schedules import SCHEDULES
@@ -92,8 +92,7 @@ class XDLMScheduler:
         Raises:
             ValueError: less than 1.
         """
-        if num_inference_steps < 1:
-            raise ValueError(f"num_inference_steps: got {num_inference_steps}, expected at least 1")
+        check_count("num_inference_steps", num_inference_steps)
         self.num_inference_steps = num_inference_steps
         counts = torch.arange(num_inference_steps, 0, -1, dtype=torch.float64, device=device)
         self.timesteps = counts / num_inference_steps

@@ -65,6 +65,8 @@ class CausalJudge:
         most = getattr(self.model.config, "max_position_embeddings", None)
         if most is not None and len(read) > most:
             raise UserError(f"--judge: a sample has {len(read)} of its tokens, but its context has {most}")
+        if max(read, default=0) >= (size := self.model.get_input_embeddings().num_embeddings):
+            raise UserError(f"--judge: its tokenizer gave the id {max(read)}, its model knows {size} tokens")
         if len(read) < 2:
             return 0.0
         inputs = torch.tensor([read], device=self.model.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class DiffusionConfig:
     limit: int | None = None
     workers: int = 0
     accelerator: str = "auto"
-    devices: str = "auto"
+    devices: str | int = "auto"
     strategy: str = "auto"
 
     def validate(self) -> None:
@@ -68,7 +69,8 @@ class DiffusionConfig:
         for name, value in {**least, "epochs": 1, "steps": 1, "batch_size": 1, "limit": 1}.items():
             given = getattr(self, name)
             require(given is None or given >= value, name, given, f"at least {value}")
-        for name in ("weight_decay", "warmup_steps", "clip_gradient", "patience", "seed", "workers"):
+        require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 2^32 - 1")
+        for name in ("weight_decay", "warmup_steps", "clip_gradient", "patience", "workers"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("dropout", "class_dropout", "ema_decay", "val_split"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
@@ -102,7 +104,7 @@ class DiffusionConfig:
         del values["out"]
         if self.data is not None:
             values["data"] = str(Path(self.data).absolute())
-        if Path(self.vocab).is_dir():
+        if os.path.isdir(self.vocab):
             values["vocab"] = str(Path(self.vocab).absolute())
         return values
 

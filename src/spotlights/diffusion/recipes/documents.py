@@ -43,10 +43,10 @@ def read_documents(data: str | None, text_column: str = "text") -> Documents:
     if data is None:
         return Documents({"all": _standard_library()})
     path = Path(data)
-    if path.is_file():
+    if os.path.isfile(data):  # unlike Path's, it takes any string
         documents = Documents({"all": [_read(path)]})
-    elif not path.is_dir():
-        raise UserError(f"--data: {data} is missing")
+    elif not os.path.isdir(data):
+        raise UserError(f"--data: {data or 'an empty name'} is missing")
     elif any((path / name).is_file() for name in _DATASET_FILES):
         documents = Documents(_dataset(path, text_column))
     else:
@@ -63,10 +63,14 @@ def read_documents(data: str | None, text_column: str = "text") -> Documents:
 
 def _read(path: Path) -> str:
     try:
+        # Opening a pipe would wait for its writer.
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: neither a file nor a folder")
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read the file: {error.strerror or error}") from error
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if marked and not content.startswith(codecs.BOM_UTF32_LE):
         encoding = "utf-16"
     elif b"\0" in content[:8192]:
         raise UserError(f"{path}: a binary file, expected text")

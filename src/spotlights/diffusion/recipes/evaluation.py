@@ -53,7 +53,7 @@ class NelboEstimate:
     @property
     def perplexity(self) -> float:
         """exp of the NELBO: the bound on the perplexity of a token."""
-        return math.exp(self.nats_per_token)
+        return float(torch.tensor(self.nats_per_token, dtype=torch.float64).exp())  # math.exp raises before infinity
 
     @property
     def bits_per_byte(self) -> float | None:

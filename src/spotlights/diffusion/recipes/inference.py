@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from spotlights.diffusion.models.denoiser import XDLMForMaskedLM
 
 MODEL = "model"
-_HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
+_HOLE = re.compile(r"\[MASK(?::([^\]]*))?\]")
+_DIGITS = 9  # of a number of tokens at most
 
 
 @dataclass
@@ -46,21 +48,25 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> Trained
         UserError: there is no such folder, the run is not finished, or what it holds does not fit.
     """
     path = Path(path)
-    folder = next((place for place in (path / MODEL, path) if (place / FILE).is_file()), None)
+    folder = next((place for place in (path / MODEL, path) if os.path.isfile(place / FILE)), None)
     if folder is None:
-        what = f"no {MODEL}/{FILE} in it; a training writes it at its end" if path.is_dir() else "no such run folder"
+        found = os.path.isdir(path)
+        what = f"no {MODEL}/{FILE} in it; a training writes it at its end" if found else "no such run folder"
         raise UserError(f"{path}: {what}")
     from spotlights.diffusion.models.denoiser import XDLMForMaskedLM
 
     vocabulary = load_vocabulary(folder)
     try:
         with no_bars():
-            model = XDLMForMaskedLM.from_pretrained(str(folder), local_files_only=True)
+            model, info = XDLMForMaskedLM.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
     # The library raises whatever its readers do.
     except Exception as error:
         raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
-    if vocabulary.size != model.config.vocab_size:
-        raise UserError(f"{folder}: the vocabulary has {vocabulary.size} tokens, the model {model.config.vocab_size}")
+    if misfit := sorted(info["missing_keys"]) or sorted(info["unexpected_keys"]):
+        raise UserError(f"{folder}: the weights are of another network than config.json says ({misfit[0]})")
+    for name, here in {"vocab_size": vocabulary.size, "mask_token_id": vocabulary.mask_id}.items():
+        if (there := getattr(model.config, name)) != here:
+            raise UserError(f"{folder}: {name} is {here} in the vocabulary, {there} in config.json")
     return TrainedDenoiser(model.to(device).eval(), vocabulary, str(path))
 
 
@@ -114,7 +120,8 @@ def filled_in(trained: TrainedDenoiser, template: str) -> tuple[Tensor, Tensor]:
     holes: list[bool] = []
     place = 0
     for match in _HOLE.finditer(template):
-        count = int(match[1] or 1)
+        given = "1" if match[1] is None else match[1]
+        count = int(given) if given.isdecimal() and len(given) <= _DIGITS else 0
         if not 0 < count <= trained.context:
             raise UserError(f"--template: got {match[0]}, expected 1 to {trained.context} tokens")
         _extend(trained, template[place : match.start()], ids, holes)

@@ -88,9 +88,9 @@ def _train_in(folder: Path, config: DiffusionConfig, *, resume: bool, progress: 
     counts = {name: len(part) for name, part in parts.items() if part is not None}
     resolved = {"tokens": vocabulary.size, "sequences": counts}
     if resume:
-        saved = runs.read_config(folder, KIND).get("resolved") or {}
+        saved = runs.read_config(folder, KIND).get("resolved")
         for name, what in {"tokens": "size of the vocabulary", "sequences": "number of sequences"}.items():
-            if saved.get(name) != resolved[name]:
+            if not isinstance(saved, dict) or saved.get(name) != resolved[name]:
                 raise UserError(f"--resume: the data has another {what} than when the run was started")
     seed_everything(config.seed)
     model = create_model(config, vocabulary)
@@ -217,7 +217,10 @@ def fit_tokens(
         progress=progress,
     )
     tensors, _ = weights.load(folder / weights.BEST)
-    model.load_state_dict(tensors)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{folder / weights.BEST}: the weights of another network than config.yaml says") from error
     model.eval()
     if runs.is_rank_zero():
         save_model(model, data.vocabulary, folder / MODEL)
@@ -265,13 +268,7 @@ class _Denoising(pl.LightningModule):
             coins = torch.rand(len(tokens), device=self.device, generator=generator)
             dropped = coins < self.config.class_dropout
             batch = {**batch, "labels": batch["labels"].masked_fill(dropped, self.model.config.num_classes)}
-        try:
-            loss = batch_nelbo(self.model, self.kernel, batch, z, t)
-        except ValueError as error:
-            if "NaN" not in str(error):
-                raise
-            place = f"epoch {self.current_epoch + 1}, step {batch_idx + 1}"
-            raise UserError(f"{place}: {error}; try a smaller --lr, or --precision 32-true") from error
+        loss = self._nelbo(batch, z, t, f"step {batch_idx + 1}")
         self._log("train_nelbo", loss, batch)
         return loss
 
@@ -280,7 +277,16 @@ class _Denoising(pl.LightningModule):
         t = fixed_times(batch["index"])
         generators = generators_for(batch["index"], self.config.seed, self.device)
         z = self.kernel.q_sample(batch["tokens"], t, observed=batch.get("padding"), generator=generators)
-        self._log("val_nelbo", batch_nelbo(self.model, self.kernel, batch, z, t), batch)
+        self._log("val_nelbo", self._nelbo(batch, z, t, "validation"), batch)
+
+    def _nelbo(self, batch: Batch, z: Tensor, t: Tensor, place: str) -> Tensor:
+        try:
+            return batch_nelbo(self.model, self.kernel, batch, z, t)
+        except ValueError as error:
+            if "NaN" not in str(error):
+                raise
+            place = f"epoch {self.current_epoch + 1}, {place}"
+            raise UserError(f"{place}: {error}; try a smaller --lr, or --precision 32-true") from error
 
     def _log(self, name: str, value: Tensor, batch: Batch) -> None:
         count = batch["tokens"].numel() - (int(batch["padding"].sum()) if "padding" in batch else 0)

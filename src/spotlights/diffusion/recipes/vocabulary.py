@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,7 +171,6 @@ class TokenizerVocabulary:
 
     def __init__(self, tokenizer: Any, source: str = "tokenizer") -> None:
         self.tokenizer = tokenizer
-        self.size = len(tokenizer)
         if tokenizer.mask_token_id is None:
             raise UserError(
                 f"{source}: the tokenizer has no mask token; "
@@ -182,18 +182,31 @@ class TokenizerVocabulary:
         if end is None:
             raise UserError(f"{source}: the tokenizer has no token that ends a document; add an eos_token and save it")
         self.end_id = int(end)
+        if self.mask_id == self.end_id:
+            raise UserError(f"{source}: {tokenizer.mask_token} is the mask and ends documents; expected two tokens")
+        # Ids may have gaps.
+        self.size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()))
 
     def encode(self, text: str) -> tuple[Ids, Ids]:
-        """Return the tokenizer's ids, and the bytes up to the end of each token that no token before it reached."""
+        """Return the tokenizer's ids, and the bytes up to the end of each token that no token before it reached.
+
+        Raises:
+            UserError: the tokenizer refuses the text, or finds the mask in it.
+        """
         # Long documents are meant here: they are cut afterwards.
         options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
         if self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, return_offsets_mapping=True, **options)
+            options["return_offsets_mapping"] = True
+        try:
+            encoded = self.tokenizer(text, **options)
+        # The library raises whatever its models do.
+        except Exception as error:
+            raise UserError(f"the tokenizer cannot read the text: {first_line(error)}") from error
+        if self.tokenizer.is_fast:
             ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
             widths = np.array([len(character.encode("utf-8", "surrogatepass")) for character in text], dtype=np.int64)
             reached = np.concatenate([[0], widths.cumsum()])[np.maximum.accumulate(ends)] if len(ends) else ends
         else:
-            encoded = self.tokenizer(text, **options)
             count = len(encoded["input_ids"])
             total = len(text.encode("utf-8", "surrogatepass"))
             reached = np.linspace(0, total, count + 1).round().astype(np.int64)[1:]
@@ -244,7 +257,7 @@ def find_vocabulary(name: str, texts: Iterable[str]) -> Vocabulary:
         return ByteVocabulary()
     if name == "char":
         return CharacterVocabulary.of(texts)
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         raise UserError(f"--vocab: got {name}, expected byte, char, or a folder that holds a tokenizer")
     return _tokenizer(Path(name), f"--vocab: {name}")
 
@@ -260,8 +273,11 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
         stored = json.loads(path.read_text(encoding="utf-8"))
         kind = stored["kind"]
         if kind == "char":
-            return CharacterVocabulary("".join(map(chr, stored["characters"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            codes = stored["characters"]
+            if codes != sorted(set(codes)):
+                raise ValueError("the characters are out of order")
+            return CharacterVocabulary("".join(map(chr, codes)))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: cannot read the vocabulary: {first_line(error)}") from error
     if kind == "byte":
         return ByteVocabulary()

@@ -51,7 +51,7 @@ class ClassificationConfig:
     limit: int | None = None
     workers: int | None = None
     accelerator: str = "auto"
-    devices: str = "auto"
+    devices: str | int = "auto"
     strategy: str = "auto"
 
     def validate(self) -> None:
