@@ -90,7 +90,7 @@ def run_demo(folder: str | Path, config: DemoConfig, *, workers: int | None = No
         say(f"[{done}/{len(jobs)}] {job.part}, {METHODS[job.k]}: {_words(read_judged(job.run)[0])} ({seconds:.0f} s)")
     outcomes = [_outcome(name, [job for job in jobs if job.part == name]) for name in config.parts]
     report = write_report(folder, config, outcomes)
-    show_tables(outcomes)
+    show_tables(outcomes, verdicts=not config.quick)
     print(f"\n{report.summary}\nreport: {report.path}")
     return report.path
 
@@ -110,7 +110,7 @@ def _words(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row.metric == quality and not row.seed]
     nelbo = next(row.value for row in rows if row.metric == "nelbo")
     ends = ", ".join(f"{row.value:.3f} at {row.steps}" for row in (found[0], found[-1]))
-    return f"NELBO {nelbo:.3f}, {quality.upper()} {ends} steps"
+    return f"NELBO {nelbo:.3f} nats, {quality.upper()} {ends} steps"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def shape(outcome: Outcome) -> str:
         (True, True): "in full",
         (True, False): "at few steps alone",
         (False, True): "at many steps alone",
-        (False, False): "not at all",
+        (False, False): "not shown",
     }
     return ", ".join(f"{name} for {_listed(halves[half])}" for half, name in names.items() if half in halves)
 

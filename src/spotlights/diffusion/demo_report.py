@@ -62,22 +62,23 @@ def write_report(folder: Path, config: DemoConfig, outcomes: Sequence[Outcome]) 
     """
     machine = machine_line()
     write(folder / RESULTS, _csv(all_rows(outcomes), machine))
-    summary = _summary(outcomes)
+    summary = _QUICK if config.quick else _summary(outcomes)
     page = Page(
         "MDLM, XDLM and UDLM side by side",
         summary,
-        {"machine": machine, "spotlights": __version__, "sets of samples": config.seeds},
+        {"machine": machine, "spotlights": __version__, "sets of samples": config.seeds, "quick": config.quick or None},
     )
     page.section("Likelihood", _LIKELIHOOD)
     with _saved(folder / "nelbo.png", height=1.1 + 1.0 * (len(outcomes) + 1) // 2 * 2, **_grid(outcomes)) as drawn:
         _draw_bounds(drawn[1], outcomes)
     page.figure(drawn[0], "NELBO of each model on each kind of data.", _BOUND_CAPTION)
     for outcome in outcomes:
-        _write_part(page, folder, outcome)
+        _write_part(page, folder, outcome, verdicts=not config.quick)
     page.section("How it was measured", _method(config, outcomes))
     return Report(page.save(folder / REPORT), summary)
 
 
+_QUICK = "A quick run, after a few updates of each network: its figures mean nothing."
 _LIKELIHOOD = (
     "The bound on the negative log-likelihood of held-back data: what a model understands. MDLM is meant to lead here, "
     "UDLM to lead in few-step samples, XDLM to stand between."
@@ -88,9 +89,9 @@ _BOUND_CAPTION = (
 )
 
 
-def _write_part(page: Page, folder: Path, outcome: Outcome) -> None:
+def _write_part(page: Page, folder: Path, outcome: Outcome, verdicts: bool) -> None:
     part = outcome.part
-    page.section(part.title, f"{bound_verdict(outcome)}\n\n{verdict(outcome)}")
+    page.section(part.title, f"{bound_verdict(outcome)}\n\n{verdict(outcome)}" if verdicts else "")
     for metric in _qualities(outcome):
         caption = f"{_METRICS[metric][0]} ({_of_data(outcome, metric)})"
         page.table(["", *(f"{steps} steps" for steps in part.steps)], _table(outcome, metric), caption)
@@ -175,8 +176,8 @@ def _csv(rows: Sequence[Row], machine: str) -> str:
     return text.getvalue()
 
 
-def show_tables(outcomes: Sequence[Outcome]) -> None:
-    """Print one table for each part."""
+def show_tables(outcomes: Sequence[Outcome], *, verdicts: bool) -> None:
+    """Print one table for each part, and what it says."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -202,7 +203,7 @@ def show_tables(outcomes: Sequence[Outcome]) -> None:
             )
             table.add_row(name, _format(outcome.value(bound, k)[0], bound), names, *cells)
         console.print(table)
-        console.print(f"{bound_verdict(outcome)} {verdict(outcome)}\n")
+        console.print(f"{bound_verdict(outcome)} {verdict(outcome)}\n" if verdicts else "")
 
 
 @contextmanager

@@ -50,8 +50,13 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> Trained
     path = Path(path)
     folder = next((place for place in (path / MODEL, path) if os.path.isfile(place / FILE)), None)
     if folder is None:
-        found = os.path.isdir(path)
-        what = f"no {MODEL}/{FILE} in it; a training writes it at its end" if found else "no such run folder"
+        from spotlights.runtime.training import CHECKPOINT
+
+        what = "no such run folder"
+        if os.path.isdir(path):
+            what = f"no {MODEL}/{FILE} in it; a training writes it at its end"
+        if os.path.isfile(path / CHECKPOINT):
+            what += f"; spotlights xdlm train --resume {path} goes on"
         raise UserError(f"{path}: {what}")
     from spotlights.diffusion.models.denoiser import XDLMForMaskedLM
 
