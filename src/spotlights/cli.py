@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from spotlights import __version__
-from spotlights.runtime.errors import UserError
+from spotlights.runtime.errors import UserError, first_line, is_out_of_memory
 
 # Name of the command -> its wing, and what it is.
 METHODS = {
@@ -52,6 +53,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted, 141 output closed."""
+    _prepare_output()
     arguments = build_parser().parse_args(argv)
     try:
         code = arguments.run(arguments) or 0
@@ -61,12 +63,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spotlights: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever reads the output has seen enough; the interpreter must not write to the closed pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever reads it has seen enough
         return 141
+    except OSError as error:
+        print(f"spotlights: error: {error}", file=sys.stderr)
+        _drop_output()
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"spotlights: error: out of memory: {first_line(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("spotlights: interrupted", file=sys.stderr)
         return 130
+
+
+def _prepare_output() -> None:
+    """Let commands print whatever they have to say, wherever it goes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (stays open)
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from writing once more, at its end, what could not be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_unusable_vocabularies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vocabulary.json").write_text('{"kind": "runes"}')
     with pytest.raises(UserError, match="a vocabulary of unknown kind 'runes'"):
         load_vocabulary(tmp_path)
-    for characters in ("[98, 97]", "[97, 97]", "[9999999]"):
+    for characters in ("[98, 97]", "[97, 97]", "[9999999]", "[55296]"):
         (tmp_path / "vocabulary.json").write_text(f'{{"kind": "char", "characters": {characters}}}')
         with pytest.raises(UserError, match="cannot read the vocabulary"):
             load_vocabulary(tmp_path)

@@ -81,6 +81,8 @@ class NGramJudge:
         for _ in range(self.order):
             keys = np.where((contexts >= 0) & text, contexts * self.vocab_size + array, -1)
             known, numbers, counts = np.unique(keys[keys >= 0], return_inverse=True, return_counts=True)
+            if not len(known):
+                break  # the text has no n-gram so long
             owners = known // self.vocab_size
             self._keys.append(known)
             self._counts.append(counts.astype(np.float64))
@@ -106,8 +108,6 @@ class NGramJudge:
         chance = np.full(array.shape, 1 / self.vocab_size)
         contexts = np.zeros_like(array)
         for keys, counts, totals, types in zip(self._keys, self._counts, self._totals, self._types, strict=True):
-            if not len(keys):
-                break  # the text was shorter than this order and all higher ones
             numbers = _find(np.where(contexts >= 0, contexts * self.vocab_size + array, -1), keys)
             seen = np.where(numbers >= 0, counts[numbers], 0)
             total, different = (np.where(contexts >= 0, of_context[contexts], 0) for of_context in (totals, types))

@@ -20,3 +20,15 @@ def first_line(error: BaseException) -> str:
         'no such file'
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory ran out, on whichever device.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    # torch has a class of its own for devices, and a plain RuntimeError for the CPU.
+    named = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or named

@@ -118,7 +118,13 @@ def _text(arguments: argparse.Namespace, first: TrainedDenoiser) -> tuple[str, T
     training = None
     needs_training = arguments.samples and arguments.judge is None
     if arguments.data is None or needs_training:
-        data = load_run_data(load_config(folder), first.vocabulary)
+        try:
+            data = load_run_data(load_config(folder), first.vocabulary)
+        except UserError as error:
+            if arguments.data is None:
+                raise
+            remedy = "the n-gram judge counts the run's own text; give --judge, or --samples 0"
+            raise UserError(f"{folder}: {error} ({remedy})") from error
         training = data.train
         found = {"train": data.train, "val": data.val, "test": data.test}
         parts = {name: part for name, part in found.items() if part is not None}
@@ -265,6 +271,7 @@ def _print_figures(figures: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 80)  # lines that a narrower terminal breaks are better than cut figures
     judged = "held_back" in figures
     table = Table("run", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("k", "NELBO (95 %)", "bits/byte", "perplexity", *(("NLL", "entropy") if judged else ())):

@@ -72,6 +72,9 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> Trained
     for name, here in {"vocab_size": vocabulary.size, "mask_token_id": vocabulary.mask_id}.items():
         if (there := getattr(model.config, name)) != here:
             raise UserError(f"{folder}: {name} is {here} in the vocabulary, {there} in config.json")
+    context = model.config.max_position_embeddings
+    if not isinstance(context, int) or context < 1:
+        raise UserError(f"{folder}: max_position_embeddings is {context!r} in config.json, expected at least 1")
     return TrainedDenoiser(model.to(device).eval(), vocabulary, str(path))
 
 

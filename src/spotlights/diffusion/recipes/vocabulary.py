@@ -276,7 +276,9 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
             codes = stored["characters"]
             if codes != sorted(set(codes)):
                 raise ValueError("the characters are out of order")
-            return CharacterVocabulary("".join(map(chr, codes)))
+            characters = "".join(map(chr, codes))
+            characters.encode()  # halves of surrogate pairs cannot be written anywhere
+            return CharacterVocabulary(characters)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: cannot read the vocabulary: {first_line(error)}") from error
     if kind == "byte":
