@@ -124,8 +124,13 @@ def test_workers_do_what_one_process_does(demo, tmp_path):
 
 def test_an_interrupted_demo_goes_on(tmp_path):
     command = [sys.executable, "-m", "spotlights.cli", *COMMAND[:-2], "--parts", "brackets", "--workers", "2"]
+    # Under a parent that ignores SIGINT, as a background job does, the demo would ignore it as well.
     with subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:
