@@ -10,6 +10,9 @@ SUFFIX = ".dll" if os.name == "nt" else ".so"
 EXPORTS = [
     "spotlights_best_level",
     "spotlights_dots_pay",
+    "spotlights_gelu_response",
+    "spotlights_gelu_response_gradient",
+    "spotlights_gelu_response_sums",
     "spotlights_multiply_adds",
     "spotlights_serial_for",
     "spotlights_wbmm_forward",
@@ -43,10 +46,12 @@ class UniversalWheel(bdist_wheel):
 
 library = Extension(
     "spotlights.lib.libspotlights",
-    sources=["csrc/wbmm.cpp"],
-    depends=["csrc/wbmm.h", "csrc/wbmm_body.inc", "csrc/wbmm_dot.inc", "csrc/wbmm_halves.inc"],
+    sources=["csrc/response.cpp", "csrc/wbmm.cpp"],
+    depends=["csrc/*.h", "csrc/*.inc"],
     language="c++",
-    extra_compile_args=["/O2", "/std:c++17"] if os.name == "nt" else ["-O2", "-std=c++17", "-Wno-psabi", "-g0"],
+    extra_compile_args=["/O2", "/std:c++17"]
+    if os.name == "nt"
+    else ["-O2", "-std=c++17", "-fno-math-errno", "-Wno-psabi", "-g0"],
     export_symbols=EXPORTS,
     optional=True,  # without a compiler the package installs and computes with torch alone
 )

@@ -1,21 +1,13 @@
-#include "wbmm.h"
-
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
+
+#include "common.h"
 
 namespace {
-
-typedef uint16_t bfloat16;
 
 template <int N>
 struct Constant {
     static constexpr int value = N;
 };
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
-inline float* allocate(int64_t floats) { return static_cast<float*>(aligned_alloc(64, parts(floats * 4, 64) * 64)); }
 
 // Windows whose rows of `tile` inputs and outputs the registers hold: computed together, they share the table's loads.
 constexpr int64_t kMostAtOnce = 4;
@@ -161,53 +153,11 @@ struct Table {
 
 }  // namespace
 
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#define SPOTLIGHTS_X86 1
-#endif
+#define BODY "wbmm_body.inc"
+#include "levels.inc"
+#undef BODY
 
-#define INLINE static inline __attribute__((always_inline))
-
-#define LEVEL baseline
-#define LANES 4
-#if SPOTLIGHTS_X86
-#define REGISTERS 16
-#else
-#define REGISTERS 32
-#endif
-#include "wbmm_body.inc"
-#include "wbmm_halves.inc"
-#undef LEVEL
-#undef LANES
-#undef REGISTERS
-
-// Compilers without this pragma build the baseline alone.
-#if SPOTLIGHTS_X86 && defined(__GNUC__) && !defined(__clang__)
-#define SPOTLIGHTS_DISPATCH 1
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define LEVEL avx2
-#define LANES 8
-#define REGISTERS 16
-#include "wbmm_body.inc"
-#include "wbmm_halves.inc"
-#undef LEVEL
-#undef LANES
-#undef REGISTERS
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
-#define LEVEL avx512
-#define LANES 16
-#define REGISTERS 32
-#include "wbmm_body.inc"
-#include "wbmm_halves.inc"
-#undef LEVEL
-#undef LANES
-#undef REGISTERS
-#pragma GCC pop_options
-
+#if SPOTLIGHTS_DISPATCH
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
 #define LANES 16
@@ -256,8 +206,6 @@ bool valid(const spotlights_wbmm_shape& s) {
     return s.batch >= 0 && s.channels >= 0 && s.height >= 0 && s.width >= 0 && s.wh > 0 && s.ww > 0 && s.lh > 0 &&
            s.lw > 0 && s.wh % s.lh == 0 && s.ww % s.lw == 0;
 }
-
-bool known(int32_t dtype) { return dtype == SPOTLIGHTS_FLOAT32 || dtype == SPOTLIGHTS_BFLOAT16; }
 
 bool two_tables(const spotlights_wbmm_shape& s) { return s.lh != s.wh || s.lw != s.ww; }
 
@@ -448,8 +396,6 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
     job.strides = {xs[1], xs[2], xs[3], ys[1], ys[2], ys[3]};
     return job;
 }
-
-int32_t finish(int32_t code) { return code == 0 ? SPOTLIGHTS_OK : SPOTLIGHTS_THREADS; }
 
 constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
 constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that

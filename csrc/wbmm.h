@@ -52,6 +52,23 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
                                         int32_t dtype, const void* grad_output, const int64_t* grad_stride,
                                         const void* input, const int64_t* input_stride, float* gradient);
 
+// GELU of a contiguous map (batch, rows, channels), its positions being the rows, and global response normalisation of
+// that: y * (1 + weight * n) + bias, n = |y| / (mean |y| + eps), |y| being the norm over the rows. `bias` may be null;
+// `output` may be the input. `norm`, (batch, channels), receives |y|. The numbers of an empty map are not written.
+int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch, int64_t rows,
+                                 int64_t channels, const void* input, const float* weight, const float* bias, float eps,
+                                 void* output, float* norm, int32_t threads);
+
+// What its gradients are made of: sums over the rows, (batch, channels), of grad * GELU(input) and of grad...
+int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
+                                      int64_t rows, int64_t channels, const void* grad, const void* input, float* along,
+                                      float* total);
+
+// ... and the input's: (grad * scale + GELU(input) * pull) * GELU'(input), with `scale` and `pull` (batch, channels).
+int32_t spotlights_gelu_response_gradient(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
+                                          int64_t rows, int64_t channels, const void* grad, const void* input,
+                                          const float* scale, const float* pull, void* output);
+
 // Runs `iterations` of 12 independent multiply-adds on full vectors in every one of `tasks` tasks, and returns how many
 // multiply-adds (of single numbers) that is: the roof of the kernels above.
 int64_t spotlights_multiply_adds(spotlights_parallel_for run, int32_t level, int64_t tasks, int64_t iterations);

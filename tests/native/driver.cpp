@@ -181,6 +181,97 @@ struct Problem {
     }
 };
 
+// GELU and response normalisation of a map (batch, rows, channels), in place and not, with a bias and without.
+template <typename T>
+static bool response(int64_t batch, int64_t rows, int64_t channels) {
+    constexpr int32_t dtype = sizeof(T) == 4 ? SPOTLIGHTS_FLOAT32 : SPOTLIGHTS_BFLOAT16;
+    const Case c{batch, channels, rows, 1, 1, 1, 1, 1};
+    const size_t cells = batch * rows * channels;
+    std::vector<double> x = random_numbers<T>(cells, 6);
+    for (double& value : x) value *= 4;  // exact
+    const std::vector<double> weight = random_numbers<float>(channels, 7), bias = random_numbers<float>(channels, 8);
+    const std::vector<float> w(weight.begin(), weight.end()), b(bias.begin(), bias.end());
+    std::vector<double> expected(cells), norms(batch * channels);
+    for (int64_t image = 0; image < batch; image++) {
+        double* norm = norms.data() + image * channels;
+        double mean = 0;
+        for (size_t n = image * rows * channels; n < size_t((image + 1) * rows * channels); n++) {
+            expected[n] = x[n] * std::erfc(-x[n] / std::sqrt(2.0)) / 2;
+            norm[n % channels] += expected[n] * expected[n];
+        }
+        for (int64_t k = 0; k < channels; k++) mean += norm[k] = std::sqrt(norm[k]);
+        mean = mean / channels + 1e-6;
+        for (size_t n = image * rows * channels; n < size_t((image + 1) * rows * channels); n++)
+            expected[n] *= 1 + weight[n % channels] * norm[n % channels] / mean;
+    }
+    bool failed = false;
+    for (int32_t level = 0; level <= spotlights_best_level(); level++)
+        for (int way = 0; way < 4; way++) {
+            std::vector<T> in(cells), out(cells);
+            for (size_t n = 0; n < cells; n++) assign(in[n], x[n]), assign(out[n], NAN);
+            std::vector<float> norm(batch * channels, NAN);
+            T* const to = way & 1 ? in.data() : out.data();
+            const auto run = way & 2 ? backwards_for : spotlights_serial_for;
+            const int32_t code =
+                spotlights_gelu_response(run, level, dtype, batch, rows, channels, in.data(), w.data(),
+                                         way & 1 ? b.data() : nullptr, 1e-6f, to, norm.data(), way & 2 ? 64 : 1);
+            // bfloat16 rounds twice, before the scale and after.
+            const double rounding = sizeof(T) == 4 ? 0 : 1 / 100.0, largest = largest_of(expected) + 1;
+            for (size_t n = 0; n < cells; n++) {
+                const double shift = way & 1 ? bias[n % channels] : 0;
+                compare("response", c, level, code ? NAN : to_double(to[n]) - shift, expected[n],
+                        sizeof(T) == 4 ? largest : 1000 * largest, rounding, failed);
+            }
+            for (size_t n = 0; n < norm.size(); n++)
+                compare("norm", c, level, norm[n], norms[n], norms[n] + 1, 0, failed);
+        }
+    return !failed;
+}
+
+// The sums and the input's gradient of that step.
+template <typename T>
+static bool response_gradient(int64_t batch, int64_t rows, int64_t channels) {
+    constexpr int32_t dtype = sizeof(T) == 4 ? SPOTLIGHTS_FLOAT32 : SPOTLIGHTS_BFLOAT16;
+    const Case c{batch, channels, rows, 1, 1, 1, 1, 1};
+    const size_t cells = batch * rows * channels, sums = batch * channels;
+    const std::vector<double> x = random_numbers<T>(cells, 6), grad = random_numbers<T>(cells, 7);
+    const std::vector<double> scale = random_numbers<float>(sums, 8), pull = random_numbers<float>(sums, 9);
+    const std::vector<float> s(scale.begin(), scale.end()), p(pull.begin(), pull.end());
+    std::vector<double> along(sums), total(sums), expected(cells);
+    std::vector<T> in(cells), upstream(cells);
+    for (size_t n = 0; n < cells; n++) {
+        const size_t k = n / (rows * channels) * channels + n % channels;
+        const double part = std::erfc(-x[n] / std::sqrt(2.0)) / 2, y = x[n] * part;
+        const double slope = part + x[n] * std::exp(-x[n] * x[n] / 2) / std::sqrt(2 * M_PI);
+        along[k] += grad[n] * y;
+        total[k] += grad[n];
+        expected[n] = (grad[n] * scale[k] + y * pull[k]) * slope;
+        assign(in[n], x[n]);
+        assign(upstream[n], grad[n]);
+    }
+    const double largest_along = largest_of(along), largest_total = largest_of(total);
+    bool failed = false;
+    for (int32_t level = 0; level <= spotlights_best_level(); level++) {
+        std::vector<float> found_along(sums, NAN), found_total(sums, NAN);
+        std::vector<T> found(cells);
+        for (T& value : found) assign(value, NAN);
+        const auto run = level & 1 ? backwards_for : spotlights_serial_for;
+        const T *a = upstream.data(), *b = in.data();
+        int32_t code = spotlights_gelu_response_sums(run, level, dtype, batch, rows, channels, a, b, found_along.data(),
+                                                     found_total.data());
+        code |= spotlights_gelu_response_gradient(run, level, dtype, batch, rows, channels, a, b, s.data(), p.data(),
+                                                  found.data());
+        for (size_t n = 0; n < sums; n++) {
+            compare("sum along", c, level, code ? NAN : found_along[n], along[n], largest_along + 1, 0, failed);
+            compare("sum", c, level, code ? NAN : found_total[n], total[n], largest_total + 1, 0, failed);
+        }
+        for (size_t n = 0; n < cells; n++)
+            compare("input gradient", c, level, code ? NAN : to_double(found[n]), expected[n], 2,
+                    sizeof(T) == 4 ? 0 : 1 / 256.0, failed);
+    }
+    return !failed;
+}
+
 int main() {
     const Case cases[] = {
         // One table.
@@ -193,6 +284,14 @@ int main() {
         {1, 16, 9, 13, 9, 20, 1, 1}, {1, 8, 6, 41, 2, 40, 2, 20}, {1, 3, 21, 9, 14, 14, 7, 7}};
     bool right = true;
     for (const Case& c : cases) right = Problem<float>(c).check() && Problem<bfloat16>(c).check() && right;
+    // More rows than one chunk, fewer channels than one vector, more images than threads.
+    const int64_t maps[][3] = {{2, 35, 1},   {3, 16, 3},   {2, 90, 17}, {1, 1, 20},
+                               {1, 420, 64}, {300, 6, 40}, {1, 6, 9000}};
+    for (const auto& [batch, rows, channels] : maps) {
+        right = response<float>(batch, rows, channels) && response<bfloat16>(batch, rows, channels) && right;
+        right = response_gradient<float>(batch, rows, channels) && right;
+        right = response_gradient<bfloat16>(batch, rows, channels) && right;
+    }
     right &= spotlights_multiply_adds(backwards_for, 0, 2, 10) % (2 * 10 * 12) == 0;
     std::printf("levels %d, worst relative error %.2e\n", spotlights_best_level() + 1, worst);
     return right ? 0 : 1;

@@ -15,7 +15,7 @@ REQUIRE_AARCH64 = "SPOTLIGHTS_REQUIRE_AARCH64"
 
 
 def run_driver(program, compiler, flags, emulator=()):
-    sources = [ROOT / "csrc" / "wbmm.cpp", ROOT / "tests" / "native" / "driver.cpp"]
+    sources = [*(ROOT / "csrc").glob("*.cpp"), ROOT / "tests" / "native" / "driver.cpp"]
     command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", *flags, *sources, "-o", program]
     subprocess.run(command, check=True)
     run = subprocess.run([*emulator, program], capture_output=True, text=True)

@@ -1,8 +1,15 @@
-"""What tests of folding share."""
+"""What tests share: networks with all parameters drawn, the CPU library at every instruction set."""
+
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
+
+from spotlights.runtime.native import LEVELS
+from spotlights.wbmm.backends import cpu
+
+BEST = 0 if isinstance(cpu.LIBRARY, str) else int(cpu.LIBRARY.functions.spotlights_best_level())
 
 
 @pytest.fixture
@@ -27,3 +34,20 @@ def randomise():
         return model.eval()
 
     return randomised
+
+
+@pytest.fixture(params=range(BEST + 1), ids=LEVELS[: BEST + 1])
+def level(request, monkeypatch):
+    if isinstance(cpu.LIBRARY, str):
+        pytest.skip(cpu.LIBRARY)
+    monkeypatch.setattr(cpu, "LIBRARY", dataclasses.replace(cpu.LIBRARY, level=request.param))
+    return request.param
+
+
+@pytest.fixture
+def poison():
+    """Uninitialised memory is NaN, so that a value never written is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -156,7 +156,8 @@ def test_parts_are_told_apart_by_where_they_stand():
         assert found["stages.1.downsample"] == found["head"] == "stem, downsampling, head"
         assert found["stages.0"] is None
         assert {part for path, part in found.items() if path.startswith(("stem.", "stages.1.downsample."))} == {None}
-        assert sum(part == "pointwise" for path, part in found.items() if path.endswith(("fc1", "fc2"))) == 10
+        assert {part for path, part in found.items() if path.endswith("fc2") and ".se." not in path} == {"pointwise"}
+        assert {part for path, part in found.items() if path.endswith(("act", "grn"))} == {"GELU and GRN"}
         assert {part for path, part in found.items() if path.startswith("stages.0.blocks.0.se.")} == {None}
 
 
@@ -175,7 +176,7 @@ def test_parts_add_up_to_the_whole():
     images = torch.zeros(2, 3, 96, 96)
     parts = profile_parts({"slow": module}, {"slow": images}, rounds=3)["slow"]
     total = sum(timing.median for timing in parts.values())
-    assert parts["GELU"].median > 0.7 * total
+    assert parts["GELU and GRN"].median > 0.7 * total
     assert all(not child._forward_hooks and not child._forward_pre_hooks for child in module.modules())
 
 

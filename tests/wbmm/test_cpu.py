@@ -1,6 +1,5 @@
 """The CPU library at every instruction set, on every number of threads, in forked processes."""
 
-import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -30,21 +29,6 @@ SHAPES = [
     (1, 1, 1, 1, (7, 7)),
     (2, 3, 5, 70, (2, 33)),
 ]
-
-
-@pytest.fixture(params=range(BEST + 1), ids=LEVELS[: BEST + 1])
-def level(request, monkeypatch):
-    monkeypatch.setattr(cpu, "LIBRARY", dataclasses.replace(cpu.LIBRARY, level=request.param))
-    return request.param
-
-
-@pytest.fixture
-def poison():
-    """Uninitialised memory is NaN, so that a value never written is seen."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make(shape):

@@ -306,7 +306,7 @@ def _draw_profile(parts: Sequence[Row]) -> Figure:
         for axes, batch in zip(grid[:, 0], batches, strict=True):
             forms = [form for of_batch, form in groups if of_batch == batch]
             left = [0.0] * len(forms)
-            for part, colour in zip(PARTS, _COLOURS, strict=True):
+            for part, colour in zip(PARTS, _COLOURS, strict=False):
                 widths = [1000 * groups[batch, form][part] for form in forms]
                 handles[part] = axes.barh(range(len(forms)), widths, left=left, color=colour, height=0.68)
                 left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -17,8 +17,7 @@ PARTS = (
     "norm",
     "squeeze-excite",
     "pointwise",
-    "GELU",
-    "GRN",
+    "GELU and GRN",
     "residual",
     "stem, downsampling, head",
 )
@@ -29,8 +28,8 @@ _BY_NAME = {
     "mlp": "pointwise",
     "fc1": "pointwise",
     "fc2": "pointwise",
-    "act": "GELU",
-    "grn": "GRN",
+    "act": "GELU and GRN",
+    "grn": "GELU and GRN",
 }
 
 
@@ -39,7 +38,7 @@ def part_of(path: str, module: nn.Module) -> str | None:
 
     Example:
         >>> part_of("stages.0.blocks.1.mlp.grn", nn.Identity()), part_of("stages.0.blocks.1", nn.Identity())
-        ('GRN', 'residual')
+        ('GELU and GRN', 'residual')
     """
     names = path.split(".")
     if names[-1] in ("stem", "downsample", "head"):
@@ -51,7 +50,10 @@ def part_of(path: str, module: nn.Module) -> str | None:
         return "residual"
     if inside == ["op"]:
         return "depthwise 3x3" if isinstance(module, nn.Conv2d) else "operator"
-    return None if inside[0] in ("op", "se") and len(inside) > 1 else _BY_NAME.get(inside[-1])
+    # An Mlp's own time is that of its pointwise layers, and it works in place only where fc1 has no hooks.
+    if inside == ["mlp", "fc1"] or (inside[0] in ("op", "se") and len(inside) > 1):
+        return None
+    return _BY_NAME.get(inside[-1])
 
 
 class _Clock:

@@ -116,3 +116,44 @@ def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int])
         _pointer(gradient),
     )
     return gradient.to(input.dtype)
+
+
+def takes_map(x: Tensor) -> bool:
+    """Return whether :func:`gelu_response_norm` computes this one: no subclass, and no mode that records operations."""
+    return (
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and x.is_contiguous()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not isinstance(LIBRARY, str)
+    )
+
+
+def _call_on_maps(name: str, x: Tensor, *arguments: object) -> None:
+    batch, height, width, channels = x.shape
+    _library().call(name, _DTYPES[x.dtype], *map(ctypes.c_int64, (batch, height * width, channels)), *arguments)
+
+
+def gelu_response_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, output: Tensor) -> Tensor:
+    """Write GRN of GELU of a map (B, H, W, C) to the output, which may be the map; return the norms (B, 1, 1, C)."""
+    norm = torch.empty((x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
+    table, bias = _float(weight), _float(bias)
+    pointers = (_pointer(x), _pointer(table), _pointer(bias), ctypes.c_float(eps), _pointer(output), _pointer(norm))
+    _call_on_maps("spotlights_gelu_response", x, *pointers, _library().threads)
+    return norm
+
+
+def gelu_response_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over H and W, (B, 1, 1, C), of grad * GELU(x) and of grad, both maps (B, H, W, C)."""
+    along, total = torch.empty((2, x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
+    _call_on_maps("spotlights_gelu_response_sums", x, *map(_pointer, (grad, x, along, total)))
+    return along, total
+
+
+def gelu_response_gradient(grad: Tensor, x: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
+    """Return (grad * scale + GELU(x) * pull) * GELU'(x) for maps (B, H, W, C) and factors (B, 1, 1, C)."""
+    grad_x, scale, pull = torch.empty_like(x), scale.float().contiguous(), pull.float().contiguous()
+    _call_on_maps("spotlights_gelu_response_gradient", x, *map(_pointer, (grad, x, scale, pull, grad_x)))
+    return grad_x

@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm2d
 from timm.models import checkpoint_seq
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, parameter_like, wide
 from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
-from .response import GlobalResponseNorm, gelu_response_norm, keeps_graph
+from .response import GlobalResponseNorm
 
 
 def depthwise(channels: int, kernel_size: int, bias: bool = False) -> nn.Conv2d:
@@ -155,8 +156,9 @@ class SqueezeExcite(nn.Module):
 class Mlp(nn.Module):
     """C -> 4C -> GELU -> GRN -> C -> BatchNorm on maps (B, H, W, C).
 
-    Under autograd GELU and GRN are one step that keeps no map but its input (`gelu_response_norm`): the modules `act`
-    and `grn` are not called then, nor are hooks on them.
+    GELU and GRN are one step, of the module `grn`: under autograd it keeps no map but its input, and on a CPU it passes
+    over the map fewer times. The module `act` is not called then, nor are hooks on it, and hooks on `grn` see GELU's
+    input. Another module in the place of either is called as usual.
 
     Example:
         >>> Mlp(8)(torch.zeros(2, 5, 5, 8)).shape
@@ -173,12 +175,17 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
-        if type(self.act) is nn.GELU and keeps_graph(x):
-            x = gelu_response_norm(x, self.grn.weight, self.grn.bias, self.grn.eps)
+        if type(self.act) is nn.GELU and self.act.approximate == "none" and type(self.grn) is GlobalResponseNorm:
+            x = self.grn(x, gelu=True, overwrite=self._owns_hidden())
         else:
             x = self.grn(self.act(x))
         x = self.fc2(x)
         return self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+    def _owns_hidden(self) -> bool:
+        """Whether fc1's output is new, and no hook can have kept it."""
+        hooks = self.fc1._forward_hooks or torch_module._global_forward_hooks
+        return type(self.fc1) is Pointwise and not hooks
 
     @torch.no_grad()
     def absorb(self, gamma: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""GELU and global response normalisation of maps (B, H, W, C), and both as one step that trains in little memory."""
+"""GELU and global response normalisation of maps (B, H, W, C), and both as one step of less memory and time."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+from spotlights.wbmm.backends import cpu
 
 
 def _map_norm(x: Tensor) -> Tensor:
@@ -23,6 +25,9 @@ class GlobalResponseNorm(nn.Module):
     |x| is the norm over H and W. Written as x * (1 + weight * n) + bias, so that the map is read and written once.
     A folded network has the bias in the layer behind, and None here.
 
+    Called with `gelu` it is that of GELU of x: one step of little memory under autograd (`gelu_response_norm`), of the
+    CPU library without. `overwrite`: nobody needs x afterwards, and its memory may take the result.
+
     Example:
         >>> x = torch.ones(1, 3, 3, 4)
         >>> torch.equal(GlobalResponseNorm(4)(x), x)  # weight and bias start at 0
@@ -35,7 +40,15 @@ class GlobalResponseNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels))
         self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gelu: bool = False, overwrite: bool = False) -> Tensor:
+        if gelu:
+            if keeps_graph(x):
+                return gelu_response_norm(x, self.weight, self.bias, self.eps)
+            if computes_natively(x, self.weight, self.bias):
+                output = x if overwrite else torch.empty_like(x)
+                cpu.gelu_response_norm(x, self.weight, self.bias, self.eps, output)
+                return output
+            x = F.gelu(x)
         norm = _map_norm(x)
         ratio = norm / (norm.mean(dim=-1, keepdim=True) + self.eps)
         scale = 1 + self.weight * ratio.to(x.dtype)
@@ -47,38 +60,63 @@ class _GeluResponseNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        ctx.eps, ctx.has_bias = eps, bias is not None
+        if cpu.takes_map(x):
+            y = torch.empty_like(x)
+            norm = cpu.gelu_response_norm(x, weight, bias, eps, y)
+            ctx.save_for_backward(x, weight, norm)
+            return y
         y = F.gelu(x)
         norm = _map_norm(y)
         scale = 1 + weight * (norm / (norm.mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
         ctx.save_for_backward(x, weight, norm)
-        ctx.eps, ctx.has_bias = eps, bias is not None
         return y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, norm = ctx.saved_tensors
-        y = F.gelu(x)
-        if torch.is_grad_enabled():
-            norm = _map_norm(y)  # second derivatives pass through it
+        native = not torch.is_grad_enabled() and _unwatched() and all(map(cpu.takes_map, (x, grad)))
+        if native:
+            along, total = cpu.gelu_response_sums(grad, x)
+        else:
+            y = F.gelu(x)
+            if torch.is_grad_enabled():
+                norm = _map_norm(y)  # second derivatives pass through it
+            along = (grad * y).sum(dim=(1, 2), keepdim=True, dtype=norm.dtype)
+        # `along` is the gradient of the scale.
         mean = norm.mean(dim=-1, keepdim=True) + ctx.eps
         ratio = norm / mean
-        along = (grad * y).sum(dim=(1, 2), keepdim=True, dtype=norm.dtype)  # gradient of the scale
         grad_ratio = along * weight
         grad_norm = (grad_ratio - (grad_ratio * ratio).mean(dim=-1, keepdim=True)) / mean
-        scale, pull = (1 + weight * ratio).to(x.dtype), (grad_norm / norm).to(x.dtype)
-        grad_x = torch.ops.aten.gelu_backward(torch.addcmul(grad * scale, y, pull), x)
+        scale, pull = 1 + weight * ratio, grad_norm / norm
+        if native:
+            grad_x = cpu.gelu_response_gradient(grad, x, scale, pull)
+        else:
+            grad_y = torch.addcmul(grad * scale.to(x.dtype), y, pull.to(x.dtype))
+            grad_x = torch.ops.aten.gelu_backward(grad_y, x)
         grad_weight = (along * ratio).sum(dim=(0, 1, 2)).to(weight.dtype)
-        grad_bias = grad.sum(dim=(0, 1, 2)) if ctx.has_bias else None
+        if not ctx.has_bias:
+            return grad_x, grad_weight, None, None
+        grad_bias = total.sum(dim=(0, 1, 2)).to(x.dtype) if native else grad.sum(dim=(0, 1, 2))
         return grad_x, grad_weight, grad_bias, None
 
 
 def keeps_graph(x: Tensor) -> bool:
     """Whether autograd alone watches x: no tracing, which fuses by itself, and no transform of torch.func."""
+    return torch.is_grad_enabled() and x.requires_grad and _unwatched()
+
+
+def computes_natively(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether the CPU library computes on x: it takes such a map, and nothing watches, autograd neither."""
+    if not _unwatched() or not cpu.takes_map(x):
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)))
+
+
+def _unwatched() -> bool:
     return (
-        torch.is_grad_enabled()
-        and x.requires_grad
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
