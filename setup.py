@@ -14,7 +14,9 @@ EXPORTS = [
     "spotlights_gelu_response_gradient",
     "spotlights_gelu_response_sums",
     "spotlights_multiply_adds",
+    "spotlights_scale_add",
     "spotlights_serial_for",
+    "spotlights_squeeze_excite",
     "spotlights_wbmm_forward",
     "spotlights_wbmm_pack",
     "spotlights_wbmm_packed_size",
@@ -46,7 +48,7 @@ class UniversalWheel(bdist_wheel):
 
 library = Extension(
     "spotlights.lib.libspotlights",
-    sources=["csrc/response.cpp", "csrc/wbmm.cpp"],
+    sources=["csrc/excite.cpp", "csrc/response.cpp", "csrc/wbmm.cpp"],
     depends=["csrc/*.h", "csrc/*.inc"],
     language="c++",
     extra_compile_args=["/O2", "/std:c++17"]

@@ -21,6 +21,9 @@ inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / 
 inline float* allocate(int64_t floats) { return static_cast<float*>(aligned_alloc(64, parts(floats * 4, 64) * 64)); }
 
 inline bool known(int32_t dtype) { return dtype == SPOTLIGHTS_FLOAT32 || dtype == SPOTLIGHTS_BFLOAT16; }
+inline bool valid_map(int32_t dtype, int64_t batch, int64_t rows, int64_t channels) {
+    return known(dtype) && batch >= 0 && rows >= 0 && channels >= 0;
+}
 inline int32_t finish(int32_t code) { return code == 0 ? SPOTLIGHTS_OK : SPOTLIGHTS_THREADS; }
 
 }  // namespace

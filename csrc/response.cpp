@@ -10,7 +10,7 @@ struct Response {
     int64_t chunk_rows, chunks, image;
     const void* x;
     void* y;
-    const float *weight, *bias;
+    const float *shift, *weight, *bias;
     float eps, *norm, *sums;
     int32_t no_memory;
 };
@@ -73,16 +73,12 @@ Gradient gradient_of(const Kernels& k, int64_t rows, int64_t channels, const voi
     return g;
 }
 
-bool valid(int32_t dtype, int64_t batch, int64_t rows, int64_t channels) {
-    return known(dtype) && batch >= 0 && rows >= 0 && channels >= 0;
-}
-
 }  // namespace
 
 int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch, int64_t rows,
-                                 int64_t channels, const void* input, const float* weight, const float* bias, float eps,
-                                 void* output, float* norm, int32_t threads) {
-    if (!valid(dtype, batch, rows, channels) || threads < 1) return SPOTLIGHTS_BAD_ARGUMENT;
+                                 int64_t channels, const void* input, const float* shift, const float* weight,
+                                 const float* bias, float eps, void* output, float* norm, int32_t threads) {
+    if (!valid_map(dtype, batch, rows, channels) || threads < 1) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Response r{};
@@ -93,6 +89,7 @@ int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int
     r.chunks = parts(rows, r.chunk_rows);
     r.x = input;
     r.y = output;
+    r.shift = shift;
     r.weight = weight;
     r.bias = bias;
     r.eps = eps;
@@ -117,7 +114,7 @@ int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int
 int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
                                       int64_t rows, int64_t channels, const void* grad, const void* input, float* along,
                                       float* total) {
-    if (!valid(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
+    if (!valid_map(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Gradient g = gradient_of(k, rows, channels, grad, input);
@@ -134,7 +131,7 @@ int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level
 int32_t spotlights_gelu_response_gradient(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
                                           int64_t rows, int64_t channels, const void* grad, const void* input,
                                           const float* scale, const float* pull, void* output) {
-    if (!valid(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
+    if (!valid_map(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Gradient g = gradient_of(k, rows, channels, grad, input);

@@ -52,12 +52,13 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
                                         int32_t dtype, const void* grad_output, const int64_t* grad_stride,
                                         const void* input, const int64_t* input_stride, float* gradient);
 
-// GELU of a contiguous map (batch, rows, channels), its positions being the rows, and global response normalisation of
-// that: y * (1 + weight * n) + bias, n = |y| / (mean |y| + eps), |y| being the norm over the rows. `bias` may be null;
-// `output` may be the input. `norm`, (batch, channels), receives |y|. The numbers of an empty map are not written.
+// y = GELU(input + shift) of a contiguous map (batch, rows, channels), its positions being the rows, and global response
+// normalisation of that: y * (1 + weight * n) + bias, n = |y| / (mean |y| + eps), |y| being the norm over the rows.
+// `shift` and `bias`, (channels), may be null; `output` may be the input. `norm`, (batch, channels), receives |y|. The
+// numbers of an empty map are not written.
 int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch, int64_t rows,
-                                 int64_t channels, const void* input, const float* weight, const float* bias, float eps,
-                                 void* output, float* norm, int32_t threads);
+                                 int64_t channels, const void* input, const float* shift, const float* weight,
+                                 const float* bias, float eps, void* output, float* norm, int32_t threads);
 
 // What its gradients are made of: sums over the rows, (batch, channels), of grad * GELU(input) and of grad...
 int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
@@ -68,6 +69,19 @@ int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level
 int32_t spotlights_gelu_response_gradient(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
                                           int64_t rows, int64_t channels, const void* grad, const void* input,
                                           const float* scale, const float* pull, void* output);
+
+// Squeeze and excite of y = input * scale + shift, a contiguous map as above: y * sigmoid(W2 relu(W1 mean(y) + b1) + b2),
+// the mean being over the rows. W1 is (reduced, channels), W2 (channels, reduced), in the map's dtype; `scale` and
+// `shift`, (channels), may both be null; `output` may be the input.
+int32_t spotlights_squeeze_excite(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch, int64_t rows,
+                                  int64_t channels, int64_t reduced, const void* input, const float* scale,
+                                  const float* shift, const void* weight1, const float* bias1, const void* weight2,
+                                  const float* bias2, void* output);
+
+// input * scale + shift + residual, maps as above; `scale` and `shift` may be null, `output` the input or the residual.
+int32_t spotlights_scale_add(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch, int64_t rows,
+                             int64_t channels, const void* input, const float* scale, const float* shift,
+                             const void* residual, void* output);
 
 // Runs `iterations` of 12 independent multiply-adds on full vectors in every one of `tasks` tasks, and returns how many
 // multiply-adds (of single numbers) that is: the roof of the kernels above.

@@ -1,6 +1,7 @@
 // Checks the CPU library against plain loops at every instruction set that this processor runs; prints the worst
 // relative error and returns 1 where it is too large. Buffers are of exact size, so that sanitizers see every overrun,
 // and outputs start as NaN, so that a value never written is seen.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -181,7 +182,7 @@ struct Problem {
     }
 };
 
-// GELU and response normalisation of a map (batch, rows, channels), in place and not, with a bias and without.
+// GELU and response normalisation of a map (batch, rows, channels) and a shift, in place and not, with a bias and without.
 template <typename T>
 static bool response(int64_t batch, int64_t rows, int64_t channels) {
     constexpr int32_t dtype = sizeof(T) == 4 ? SPOTLIGHTS_FLOAT32 : SPOTLIGHTS_BFLOAT16;
@@ -190,13 +191,15 @@ static bool response(int64_t batch, int64_t rows, int64_t channels) {
     std::vector<double> x = random_numbers<T>(cells, 6);
     for (double& value : x) value *= 4;  // exact
     const std::vector<double> weight = random_numbers<float>(channels, 7), bias = random_numbers<float>(channels, 8);
-    const std::vector<float> w(weight.begin(), weight.end()), b(bias.begin(), bias.end());
+    const std::vector<double> before = random_numbers<float>(channels, 9);
+    const std::vector<float> w(weight.begin(), weight.end()), b(bias.begin(), bias.end()), s(before.begin(), before.end());
     std::vector<double> expected(cells), norms(batch * channels);
     for (int64_t image = 0; image < batch; image++) {
         double* norm = norms.data() + image * channels;
         double mean = 0;
         for (size_t n = image * rows * channels; n < size_t((image + 1) * rows * channels); n++) {
-            expected[n] = x[n] * std::erfc(-x[n] / std::sqrt(2.0)) / 2;
+            const double z = x[n] + before[n % channels];
+            expected[n] = z * std::erfc(-z / std::sqrt(2.0)) / 2;
             norm[n % channels] += expected[n] * expected[n];
         }
         for (int64_t k = 0; k < channels; k++) mean += norm[k] = std::sqrt(norm[k]);
@@ -213,7 +216,7 @@ static bool response(int64_t batch, int64_t rows, int64_t channels) {
             T* const to = way & 1 ? in.data() : out.data();
             const auto run = way & 2 ? backwards_for : spotlights_serial_for;
             const int32_t code =
-                spotlights_gelu_response(run, level, dtype, batch, rows, channels, in.data(), w.data(),
+                spotlights_gelu_response(run, level, dtype, batch, rows, channels, in.data(), s.data(), w.data(),
                                          way & 1 ? b.data() : nullptr, 1e-6f, to, norm.data(), way & 2 ? 64 : 1);
             // bfloat16 rounds twice, before the scale and after.
             const double rounding = sizeof(T) == 4 ? 0 : 1 / 100.0, largest = largest_of(expected) + 1;
@@ -272,6 +275,72 @@ static bool response_gradient(int64_t batch, int64_t rows, int64_t channels) {
     return !failed;
 }
 
+// Squeeze and excite of a map (batch, rows, channels), scaled and shifted before or not, in place and not; and the map
+// added, scaled, to its reverse.
+template <typename T>
+static bool excite(int64_t batch, int64_t rows, int64_t channels) {
+    constexpr int32_t dtype = sizeof(T) == 4 ? SPOTLIGHTS_FLOAT32 : SPOTLIGHTS_BFLOAT16;
+    const Case c{batch, channels, rows, 1, 1, 1, 1, 1};
+    const int64_t reduced = channels / 4 + 1;
+    const size_t cells = batch * rows * channels;
+    const std::vector<double> x = random_numbers<T>(cells, 6), first = random_numbers<T>(channels * reduced, 7);
+    const std::vector<double> second = random_numbers<T>(channels * reduced, 8), scale = random_numbers<float>(channels, 9);
+    const std::vector<double> shift = random_numbers<float>(channels, 10), bias = random_numbers<float>(channels, 11);
+    const std::vector<float> s(scale.begin(), scale.end()), t(shift.begin(), shift.end()), b(bias.begin(), bias.end());
+    std::vector<T> w1(first.size()), w2(second.size());
+    for (size_t n = 0; n < w1.size(); n++) assign(w1[n], first[n]), assign(w2[n], second[n]);
+    bool failed = false;
+    for (int affine = 0; affine < 2; affine++) {
+        std::vector<double> expected(cells), sum(cells);
+        for (int64_t image = 0; image < batch; image++) {
+            const size_t begin = image * rows * channels, end = begin + rows * channels;
+            std::vector<double> mean(channels), hidden(reduced), gate(channels);
+            for (size_t n = begin; n < end; n++) {
+                const int64_t k = n % channels;
+                expected[n] = affine ? x[n] * scale[k] + shift[k] : x[n];
+                sum[n] = expected[n] + x[cells - 1 - n];
+                mean[k] += expected[n] / rows;
+            }
+            for (int64_t r = 0; r < reduced; r++) {
+                hidden[r] = bias[r % channels];
+                for (int64_t k = 0; k < channels; k++) hidden[r] += first[r * channels + k] * mean[k];
+                hidden[r] = std::max(hidden[r], 0.0);
+            }
+            for (int64_t k = 0; k < channels; k++) {
+                double z = bias[k];
+                for (int64_t r = 0; r < reduced; r++) z += second[k * reduced + r] * hidden[r];
+                gate[k] = 1 / (1 + std::exp(-z));
+            }
+            for (size_t n = begin; n < end; n++) expected[n] *= gate[n % channels];
+        }
+        const double largest = largest_of(expected) + 1, rounding = sizeof(T) == 4 ? 0 : 1 / 256.0;
+        std::vector<float> b1(reduced);
+        for (int64_t r = 0; r < reduced; r++) b1[r] = b[r % channels];
+        for (int32_t level = 0; level <= spotlights_best_level(); level++)
+            for (int in_place = 0; in_place < 2; in_place++) {
+                std::vector<T> in(cells), reverse(cells), out(cells);
+                for (size_t n = 0; n < cells; n++) {
+                    assign(in[n], x[n]);
+                    assign(reverse[cells - 1 - n], x[n]);
+                    assign(out[n], NAN);
+                }
+                const auto run = in_place ? backwards_for : spotlights_serial_for;
+                const float *by = affine ? s.data() : nullptr, *on = affine ? t.data() : nullptr;
+                T* to = in_place ? reverse.data() : out.data();
+                int32_t code = spotlights_scale_add(run, level, dtype, batch, rows, channels, in.data(), by, on,
+                                                    reverse.data(), to);
+                for (size_t n = 0; n < cells; n++)
+                    compare("scaled sum", c, level, code ? NAN : to_double(to[n]), sum[n], 2, rounding, failed);
+                to = in_place ? in.data() : out.data();
+                code = spotlights_squeeze_excite(run, level, dtype, batch, rows, channels, reduced, in.data(), by, on,
+                                                 w1.data(), b1.data(), w2.data(), b.data(), to);
+                for (size_t n = 0; n < cells; n++)
+                    compare("excitation", c, level, code ? NAN : to_double(to[n]), expected[n], largest, rounding, failed);
+            }
+    }
+    return !failed;
+}
+
 int main() {
     const Case cases[] = {
         // One table.
@@ -291,6 +360,7 @@ int main() {
         right = response<float>(batch, rows, channels) && response<bfloat16>(batch, rows, channels) && right;
         right = response_gradient<float>(batch, rows, channels) && right;
         right = response_gradient<bfloat16>(batch, rows, channels) && right;
+        if (channels <= 64) right = excite<float>(batch, rows, channels) && excite<bfloat16>(batch, rows, channels) && right;
     }
     right &= spotlights_multiply_adds(backwards_for, 0, 2, 10) % (2 * 10 * 12) == 0;
     std::printf("levels %d, worst relative error %.2e\n", spotlights_best_level() + 1, worst);

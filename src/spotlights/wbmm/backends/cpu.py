@@ -118,17 +118,20 @@ def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int])
     return gradient.to(input.dtype)
 
 
-def takes_map(x: Tensor) -> bool:
-    """Return whether :func:`gelu_response_norm` computes this one: no subclass, and no mode that records operations."""
+def fits_map(x: Tensor) -> bool:
+    """Whether the functions below compute on such a map (B, H, W, C)."""
     return (
-        type(x) is Tensor
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and x.dtype in _DTYPES
         and x.numel() > 0
         and x.is_contiguous()
-        and torch._C._len_torch_dispatch_stack() == 0
         and not isinstance(LIBRARY, str)
     )
+
+
+def takes_map(x: Tensor) -> bool:
+    """Whether they compute on this very one: no subclass, and no mode that records operations."""
+    return type(x) is Tensor and fits_map(x) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _call_on_maps(name: str, x: Tensor, *arguments: object) -> None:
@@ -136,12 +139,14 @@ def _call_on_maps(name: str, x: Tensor, *arguments: object) -> None:
     _library().call(name, _DTYPES[x.dtype], *map(ctypes.c_int64, (batch, height * width, channels)), *arguments)
 
 
-def gelu_response_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, output: Tensor) -> Tensor:
-    """Write GRN of GELU of a map (B, H, W, C) to the output, which may be the map; return the norms (B, 1, 1, C)."""
+def gelu_response_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, output: Tensor, shift: Tensor | None = None
+) -> Tensor:
+    """Write GRN of GELU of x + shift to the output, which may be x (B, H, W, C); return the norms (B, 1, 1, C)."""
     norm = torch.empty((x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
-    table, bias = _float(weight), _float(bias)
-    pointers = (_pointer(x), _pointer(table), _pointer(bias), ctypes.c_float(eps), _pointer(output), _pointer(norm))
-    _call_on_maps("spotlights_gelu_response", x, *pointers, _library().threads)
+    floats = [_float(tensor) for tensor in (shift, weight, bias)]
+    inputs, outputs = map(_pointer, (x, *floats)), map(_pointer, (output, norm))
+    _call_on_maps("spotlights_gelu_response", x, *inputs, ctypes.c_float(eps), *outputs, _library().threads)
     return norm
 
 
@@ -157,3 +162,24 @@ def gelu_response_gradient(grad: Tensor, x: Tensor, scale: Tensor, pull: Tensor)
     grad_x, scale, pull = torch.empty_like(x), scale.float().contiguous(), pull.float().contiguous()
     _call_on_maps("spotlights_gelu_response_gradient", x, *map(_pointer, (grad, x, scale, pull, grad_x)))
     return grad_x
+
+
+def squeeze_excite(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, down: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return y * sigmoid(up(relu(down(mean of y)))) of y = x * scale + shift, a map (B, H, W, C).
+
+    `down` and `up` are a weight (C', C), of the map's dtype, and a bias (C',).
+    """
+    output = torch.empty_like(x)
+    scale, shift, bias1, bias2 = map(_float, (scale, shift, down[1], up[1]))
+    weights = down[0].contiguous(), up[0].contiguous()
+    pointers = map(_pointer, (x, scale, shift, weights[0], bias1, weights[1], bias2, output))
+    _call_on_maps("spotlights_squeeze_excite", x, ctypes.c_int64(weights[0].shape[0]), *pointers)
+    return output
+
+
+def scale_add(x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor, output: Tensor) -> None:
+    """Write x * scale + shift + residual, maps (B, H, W, C), to the output, which may be one of them."""
+    scale, shift = map(_float, (scale, shift))
+    _call_on_maps("spotlights_scale_add", x, *map(_pointer, (x, scale, shift, residual, output)))

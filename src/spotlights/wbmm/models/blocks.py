@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm2d
 from timm.models import checkpoint_seq
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, parameter_like, wide
 from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
+from .inference import add_mlp, add_mlp_operator, is_affine, scale_and_shift, squeeze_excite, stands_in
 from .response import GlobalResponseNorm
 
 
@@ -138,6 +138,8 @@ class Pointwise(nn.Conv2d):
 class SqueezeExcite(nn.Module):
     """x * sigmoid(fc2(relu(fc1(mean of x over H and W)))) on maps (B, H, W, C).
 
+    Where a norm is given x goes through it first; in inference on a CPU both are one step, which does not call it.
+
     Example:
         >>> SqueezeExcite(8, 2)(torch.zeros(2, 5, 5, 8)).shape
         torch.Size([2, 5, 5, 8])
@@ -148,7 +150,19 @@ class SqueezeExcite(nn.Module):
         self.fc1 = Pointwise(channels, reduced)
         self.fc2 = Pointwise(reduced, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        norm = nn.Identity() if norm is None else norm
+        down, up = self.fc1, self.fc2
+        if (
+            type(down) is type(up) is Pointwise
+            and down.bias is not None
+            and up.bias is not None
+            and is_affine(norm)
+            and stands_in((x,), (down, up, norm))
+        ):
+            weights = down.weight.flatten(1), down.bias, up.weight.flatten(1), up.bias
+            return squeeze_excite(x, *scale_and_shift(norm), *weights)
+        x = norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         scale = torch.sigmoid(self.fc2(F.relu(self.fc1(x.mean(dim=(1, 2))))))
         return x * scale[:, None, None]
 
@@ -159,6 +173,9 @@ class Mlp(nn.Module):
     GELU and GRN are one step, of the module `grn`: under autograd it keeps no map but its input, and on a CPU it passes
     over the map fewer times. The module `act` is not called then, nor are hooks on it, and hooks on `grn` see GELU's
     input. Another module in the place of either is called as usual.
+
+    With a residual (B, H, W, C) the result is residual + gamma * Mlp(x), for what `adds_to` accepts: a few images at a
+    time, their hidden map in the caches, biases, norm and gamma in the passes over it.
 
     Example:
         >>> Mlp(8)(torch.zeros(2, 5, 5, 8)).shape
@@ -173,19 +190,47 @@ class Mlp(nn.Module):
         self.fc2 = Pointwise(4 * channels, channels, bias=False)
         self.norm: nn.Module = nn.BatchNorm2d(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, gamma: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            return self._add_to(residual, x, gamma)
         x = self.fc1(x)
-        if type(self.act) is nn.GELU and self.act.approximate == "none" and type(self.grn) is GlobalResponseNorm:
-            x = self.grn(x, gelu=True, overwrite=self._owns_hidden())
-        else:
-            x = self.grn(self.act(x))
+        x = self.grn(x, gelu=True) if self._responds() else self.grn(self.act(x))
         x = self.fc2(x)
         return self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
-    def _owns_hidden(self) -> bool:
-        """Whether fc1's output is new, and no hook can have kept it."""
-        hooks = self.fc1._forward_hooks or torch_module._global_forward_hooks
-        return type(self.fc1) is Pointwise and not hooks
+    def _responds(self) -> bool:
+        gelu = type(self.act) is nn.GELU and self.act.approximate == "none"
+        return gelu and type(self.grn) is GlobalResponseNorm
+
+    def adds_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> bool:
+        """Whether the call may take a residual: inference on a CPU, on the modules as made, without hooks on them."""
+        return (
+            type(self.fc1) is type(self.fc2) is Pointwise
+            and self._responds()
+            and is_affine(self.norm)
+            and stands_in((x, residual), (self.fc1, self.fc2, self.norm), (gamma, self.grn.weight, self.grn.bias))
+        )
+
+    def _add_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> Tensor:
+        scale, shift = scale_and_shift(self.norm)
+        bias = self.fc2.bias
+        if scale is None or shift is None:
+            shift = bias
+        elif bias is not None:
+            shift = shift + scale * bias
+        if gamma is not None:
+            scale = gamma if scale is None else scale * gamma
+            shift = None if shift is None else shift * gamma
+        weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
+        grn = self.grn
+        if torch.compiler.is_compiling():
+            layer1 = (weight1, self.fc1.bias, grn.weight, grn.bias, grn.eps)
+            return add_mlp_operator(residual, x, *layer1, weight2, scale, shift)
+
+        def respond(hidden: Tensor, shift: Tensor | None) -> Tensor:
+            return grn(hidden, gelu=True, shift=shift, overwrite=True)
+
+        return add_mlp(residual, x, weight1, self.fc1.bias, respond, weight2, scale, shift)
 
     @torch.no_grad()
     def absorb(self, gamma: Tensor) -> None:
@@ -252,8 +297,11 @@ class WBMMBlock(Kinded, Foldable):
 
     def forward(self, x: Tensor) -> Tensor:
         # (B, H, W, C) is the order in memory from the stem on: these permutations move nothing.
-        y = self.norm(self.op(x)).permute(0, 2, 3, 1)
-        y = self.mlp(self.se(y)).permute(0, 3, 1, 2)
+        y = self.se(self.op(x).permute(0, 2, 3, 1), self.norm)
+        residual = x.permute(0, 2, 3, 1)
+        if not self.training and self.mlp.adds_to(residual, y, self.gamma):
+            return self.mlp(y, residual, self.gamma).permute(0, 3, 1, 2)
+        y = self.mlp(y).permute(0, 3, 1, 2)
         return x + y if self.gamma is None else torch.addcmul(x, self.drop_path(y), self.gamma.view(1, -1, 1, 1))
 
     @torch.no_grad()

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from spotlights.wbmm.backends import cpu
+
+from .inference import computes_natively, unwatched
 
 
 def _map_norm(x: Tensor) -> Tensor:
@@ -25,8 +26,9 @@ class GlobalResponseNorm(nn.Module):
     |x| is the norm over H and W. Written as x * (1 + weight * n) + bias, so that the map is read and written once.
     A folded network has the bias in the layer behind, and None here.
 
-    Called with `gelu` it is that of GELU of x: one step of little memory under autograd (`gelu_response_norm`), of the
-    CPU library without. `overwrite`: nobody needs x afterwards, and its memory may take the result.
+    Called with `gelu` it is that of GELU of x, or of x + `shift`: one step of little memory under autograd
+    (`gelu_response_norm`), of the CPU library without. `overwrite`: nobody needs x afterwards, and its memory may take
+    the result.
 
     Example:
         >>> x = torch.ones(1, 3, 3, 4)
@@ -40,14 +42,16 @@ class GlobalResponseNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels))
         self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, gelu: bool = False, overwrite: bool = False) -> Tensor:
+    def forward(self, x: Tensor, gelu: bool = False, shift: Tensor | None = None, overwrite: bool = False) -> Tensor:
         if gelu:
+            if computes_natively(x, self.weight, self.bias, shift):
+                output = x if overwrite else torch.empty_like(x)
+                cpu.gelu_response_norm(x, self.weight, self.bias, self.eps, output, shift)
+                return output
+            if shift is not None:
+                x = x + shift
             if keeps_graph(x):
                 return gelu_response_norm(x, self.weight, self.bias, self.eps)
-            if computes_natively(x, self.weight, self.bias):
-                output = x if overwrite else torch.empty_like(x)
-                cpu.gelu_response_norm(x, self.weight, self.bias, self.eps, output)
-                return output
             x = F.gelu(x)
         norm = _map_norm(x)
         ratio = norm / (norm.mean(dim=-1, keepdim=True) + self.eps)
@@ -76,7 +80,7 @@ class _GeluResponseNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, norm = ctx.saved_tensors
-        native = not torch.is_grad_enabled() and _unwatched() and all(map(cpu.takes_map, (x, grad)))
+        native = not torch.is_grad_enabled() and unwatched() and all(map(cpu.takes_map, (x, grad)))
         if native:
             along, total = cpu.gelu_response_sums(grad, x)
         else:
@@ -104,23 +108,7 @@ class _GeluResponseNorm(torch.autograd.Function):
 
 def keeps_graph(x: Tensor) -> bool:
     """Whether autograd alone watches x: no tracing, which fuses by itself, and no transform of torch.func."""
-    return torch.is_grad_enabled() and x.requires_grad and _unwatched()
-
-
-def computes_natively(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether the CPU library computes on x: it takes such a map, and nothing watches, autograd neither."""
-    if not _unwatched() or not cpu.takes_map(x):
-        return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)))
-
-
-def _unwatched() -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+    return torch.is_grad_enabled() and x.requires_grad and unwatched()
 
 
 def gelu_response_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,0 +1,172 @@
+"""A block's inference on a CPU: two steps of the CPU library, and when they may stand in for the modules.
+
+Under torch.compile the steps are registered operators of the same names; torch.export sees the modules.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from spotlights.wbmm.backends import cpu
+
+_PLAIN = (Tensor, nn.Parameter)
+_HIDDEN_BYTES = 16 << 20  # of a hidden map at once: it stays in the caches
+
+
+def unwatched() -> bool:
+    """Whether nothing records or transforms operations, autograd apart."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def computes_natively(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether the CPU library computes on a map (B, H, W, C): it takes it, and nothing watches, autograd neither."""
+    return unwatched() and cpu.takes_map(x) and not _needs_gradient((x, *parameters))
+
+
+def stands_in(maps: Sequence[Tensor], modules: Sequence[nn.Module], others: Sequence[Tensor | None] = ()) -> bool:
+    """Whether the CPU library may take the place of modules on maps (B, H, W, C), using other tensors too.
+
+    Not where they have hooks or another `forward`, or where tensors are of other dtypes, devices or classes.
+    """
+    x = maps[0]
+    used = [p for module in modules for p in module._parameters.values() if p is not None]
+    tensors: list[Tensor] = [*maps, *used, *(tensor for tensor in others if tensor is not None)]
+    return (
+        _takes_maps(maps)
+        and all(type(t) in _PLAIN and t.device == x.device and t.dtype == x.dtype for t in tensors)
+        and not _needs_gradient(tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+    )
+
+
+def _takes_maps(maps: Sequence[Tensor]) -> bool:
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting() and all(map(cpu.fits_map, maps))
+    return unwatched() and all(map(cpu.takes_map, maps))
+
+
+def _needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def is_affine(norm: nn.Module) -> bool:
+    """Whether a norm multiplies and adds constants: a BatchNorm in eval mode, or none at all."""
+    if type(norm) is nn.Identity:
+        return True
+    return type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
+
+
+def scale_and_shift(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return the constants, float32 (C,), of a norm that `is_affine`; None for no norm."""
+    if not isinstance(norm, nn.BatchNorm2d):
+        return None, None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.float() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else shift + norm.bias
+
+
+def squeeze_excite(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+) -> Tensor:
+    """Return y * sigmoid(W2 relu(W1 mean(y) + b1) + b2) of y = x * scale + shift, a map (B, H, W, C)."""
+    if torch.compiler.is_compiling():
+        return _squeeze_excite_operator(x, scale, shift, weight1, bias1, weight2, bias2)
+    return cpu.squeeze_excite(x, scale, shift, (weight1, bias1), (weight2, bias2))
+
+
+def add_mlp(
+    residual: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    respond: Callable[[Tensor, Tensor | None], Tensor],
+    weight2: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """Return residual + scale * W2 respond(W1 x, b1) + shift, maps (B, H, W, C), weights (C', C).
+
+    A few images at a time, so that the hidden map, which `respond` overwrites, stays in the caches.
+    """
+    output = torch.empty_like(residual)
+    batch, height, width, _ = x.shape
+    images = max(1, _HIDDEN_BYTES // (height * width * weight1.shape[0] * x.itemsize))
+    hidden = x.new_empty((min(images, batch), height, width, weight1.shape[0]))
+    for first in range(0, batch, images):
+        part, out = x[first : first + images], output[first : first + images]
+        inside = hidden[: part.shape[0]]
+        # Biases are added in passes that are made anyhow: torch.addmm would copy them over the whole map first.
+        torch.mm(part.flatten(0, 2), weight1.t(), out=inside.flatten(0, 2))
+        inside = respond(inside, bias1)
+        torch.mm(inside.flatten(0, 2), weight2.t(), out=out.flatten(0, 2))
+        cpu.scale_add(out, scale, shift, residual[first : first + images], out)
+    return output
+
+
+# The strides that the fake implementations promise, and the library takes.
+_EXACT = (torch.Tag.needs_exact_strides,)
+
+
+@torch.library.custom_op("spotlights::squeeze_excite", mutates_args=(), tags=_EXACT)
+def _squeeze_excite_operator(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+) -> Tensor:
+    return cpu.squeeze_excite(x, scale, shift, (weight1, bias1), (weight2, bias2))
+
+
+@torch.library.custom_op("spotlights::add_mlp", mutates_args=(), tags=_EXACT)
+def add_mlp_operator(
+    residual: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    weight2: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """`add_mlp` with GELU and GRN of this weight, bias and eps."""
+
+    def respond(hidden: Tensor, shift: Tensor | None) -> Tensor:
+        cpu.gelu_response_norm(hidden, weight, bias, eps, hidden, shift)
+        return hidden
+
+    return add_mlp(residual, x, weight1, bias1, respond, weight2, scale, shift)
+
+
+@_squeeze_excite_operator.register_fake
+def _(x: Tensor, *arguments: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@add_mlp_operator.register_fake
+def _(residual: Tensor, *arguments: object) -> Tensor:
+    return torch.empty_like(residual)
