@@ -18,8 +18,8 @@ struct Response {
 struct Gradient {
     int64_t rows, channels, width, chunk_rows, chunks;
     const void *grad, *x;
-    void* grad_x;
-    const float *scale, *pull;
+    void *grad_x, *response;
+    const float *shift, *bias, *scale, *pull;
     float *along, *total, *sums;
 };
 
@@ -112,12 +112,13 @@ int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int
 }
 
 int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
-                                      int64_t rows, int64_t channels, const void* grad, const void* input, float* along,
-                                      float* total) {
+                                      int64_t rows, int64_t channels, const void* grad, const void* input,
+                                      const float* shift, float* along, float* total) {
     if (!valid_map(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Gradient g = gradient_of(k, rows, channels, grad, input);
+    g.shift = shift;
     g.along = along;
     g.total = total;
     g.sums = allocate(batch * g.chunks * 2 * g.width);
@@ -130,13 +131,17 @@ int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level
 
 int32_t spotlights_gelu_response_gradient(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
                                           int64_t rows, int64_t channels, const void* grad, const void* input,
-                                          const float* scale, const float* pull, void* output) {
+                                          const float* shift, const float* bias, const float* scale,
+                                          const float* pull, void* output, void* response) {
     if (!valid_map(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Gradient g = gradient_of(k, rows, channels, grad, input);
+    g.shift = shift;
     g.scale = scale;
     g.pull = pull;
     g.grad_x = output;
+    g.bias = bias;
+    g.response = response;
     return finish(run(0, batch * g.chunks, 1, k.gradient[dtype], &g));
 }

@@ -60,15 +60,18 @@ int32_t spotlights_gelu_response(spotlights_parallel_for run, int32_t level, int
                                  int64_t channels, const void* input, const float* shift, const float* weight,
                                  const float* bias, float eps, void* output, float* norm, int32_t threads);
 
-// What its gradients are made of: sums over the rows, (batch, channels), of grad * GELU(input) and of grad...
+// What its gradients are made of: sums over the rows, (batch, channels), of grad * GELU(input + shift) and of grad...
 int32_t spotlights_gelu_response_sums(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
-                                      int64_t rows, int64_t channels, const void* grad, const void* input, float* along,
-                                      float* total);
+                                      int64_t rows, int64_t channels, const void* grad, const void* input,
+                                      const float* shift, float* along, float* total);
 
-// ... and the input's: (grad * scale + GELU(input) * pull) * GELU'(input), with `scale` and `pull` (batch, channels).
+// ... and, with z = input + shift, the input's: (grad * scale + GELU(z) * pull) * GELU'(z), `scale` and `pull` being
+// (batch, channels). `response`, if not null, receives GELU(z) * scale + bias, with the step's own scale its output.
+// `output` may be `grad`, `response` the input.
 int32_t spotlights_gelu_response_gradient(spotlights_parallel_for run, int32_t level, int32_t dtype, int64_t batch,
                                           int64_t rows, int64_t channels, const void* grad, const void* input,
-                                          const float* scale, const float* pull, void* output);
+                                          const float* shift, const float* bias, const float* scale, const float* pull,
+                                          void* output, void* response);
 
 // Squeeze and excite of y = input * scale + shift, a contiguous map as above: y * sigmoid(W2 relu(W1 mean(y) + b1) + b2),
 // the mean being over the rows. W1 is (reduced, channels), W2 (channels, reduced), in the map's dtype; `scale` and

@@ -239,16 +239,18 @@ static bool response_gradient(int64_t batch, int64_t rows, int64_t channels) {
     const size_t cells = batch * rows * channels, sums = batch * channels;
     const std::vector<double> x = random_numbers<T>(cells, 6), grad = random_numbers<T>(cells, 7);
     const std::vector<double> scale = random_numbers<float>(sums, 8), pull = random_numbers<float>(sums, 9);
-    const std::vector<float> s(scale.begin(), scale.end()), p(pull.begin(), pull.end());
-    std::vector<double> along(sums), total(sums), expected(cells);
+    const std::vector<double> before = random_numbers<float>(channels, 10);
+    const std::vector<float> s(scale.begin(), scale.end()), p(pull.begin(), pull.end()), b(before.begin(), before.end());
+    std::vector<double> along(sums), total(sums), expected(cells), response(cells);
     std::vector<T> in(cells), upstream(cells);
     for (size_t n = 0; n < cells; n++) {
         const size_t k = n / (rows * channels) * channels + n % channels;
-        const double part = std::erfc(-x[n] / std::sqrt(2.0)) / 2, y = x[n] * part;
-        const double slope = part + x[n] * std::exp(-x[n] * x[n] / 2) / std::sqrt(2 * M_PI);
+        const double z = x[n] + before[n % channels], part = std::erfc(-z / std::sqrt(2.0)) / 2, y = z * part;
+        const double slope = part + z * std::exp(-z * z / 2) / std::sqrt(2 * M_PI);
         along[k] += grad[n] * y;
         total[k] += grad[n];
         expected[n] = (grad[n] * scale[k] + y * pull[k]) * slope;
+        response[n] = y * scale[k] + before[n % channels];
         assign(in[n], x[n]);
         assign(upstream[n], grad[n]);
     }
@@ -259,11 +261,11 @@ static bool response_gradient(int64_t batch, int64_t rows, int64_t channels) {
         std::vector<T> found(cells);
         for (T& value : found) assign(value, NAN);
         const auto run = level & 1 ? backwards_for : spotlights_serial_for;
-        const T *a = upstream.data(), *b = in.data();
-        int32_t code = spotlights_gelu_response_sums(run, level, dtype, batch, rows, channels, a, b, found_along.data(),
-                                                     found_total.data());
-        code |= spotlights_gelu_response_gradient(run, level, dtype, batch, rows, channels, a, b, s.data(), p.data(),
-                                                  found.data());
+        T *const a = upstream.data(), *const i = in.data();
+        int32_t code = spotlights_gelu_response_sums(run, level, dtype, batch, rows, channels, a, i, b.data(),
+                                                     found_along.data(), found_total.data());
+        code |= spotlights_gelu_response_gradient(run, level, dtype, batch, rows, channels, a, i, b.data(), b.data(),
+                                                  s.data(), p.data(), found.data(), level & 1 ? in.data() : nullptr);
         for (size_t n = 0; n < sums; n++) {
             compare("sum along", c, level, code ? NAN : found_along[n], along[n], largest_along + 1, 0, failed);
             compare("sum", c, level, code ? NAN : found_total[n], total[n], largest_total + 1, 0, failed);
@@ -271,6 +273,11 @@ static bool response_gradient(int64_t batch, int64_t rows, int64_t channels) {
         for (size_t n = 0; n < cells; n++)
             compare("input gradient", c, level, code ? NAN : to_double(found[n]), expected[n], 2,
                     sizeof(T) == 4 ? 0 : 1 / 256.0, failed);
+        if (!(level & 1)) continue;
+        for (size_t n = 0; n < cells; n++) {
+            compare("response", c, level, to_double(in[n]), response[n], 2, sizeof(T) == 4 ? 0 : 1 / 256.0, failed);
+            assign(in[n], x[n]);
+        }
     }
     return !failed;
 }

@@ -15,6 +15,7 @@ from spotlights.runtime.bench_run import RESULTS, WrongResultError
 from spotlights.runtime.bench_table import LOW, environment, read_table
 from spotlights.runtime.errors import UserError
 from spotlights.wbmm import bench_network, bench_network_report, reparameterize
+from spotlights.wbmm.backends import cpu
 from spotlights.wbmm.bench_network import NetworkCase, entrants, randomise, run_network_bench
 from spotlights.wbmm.bench_network_report import PROFILE, case_text, ratios, verdict, write_network_report
 from spotlights.wbmm.bench_profile import PARTS, part_of, profile_parts
@@ -90,7 +91,7 @@ def test_plain_trains_as_ours():
     np.testing.assert_allclose(*norms, rtol=1e-8, atol=1e-12)
     assert difference(next(plain.parameters()).grad, next(ours.parameters()).grad) < 1e-10
     assert difference(plain.stages[0].blocks[1].op.weight.grad, ours.stages[0].blocks[1].op.weight.grad) < 1e-10
-    assert difference(plain.stages[1].blocks[0].norm.running_var, ours.stages[1].blocks[0].norm.running_var) < 1e-12
+    assert difference(plain.stages[1].blocks[0].op_norm.running_var, ours.stages[1].blocks[0].norm.running_var) < 1e-12
 
 
 def test_plain_is_in_nchw_and_in_the_papers_form():
@@ -144,11 +145,14 @@ def test_the_profile_holds_every_part(folder):
     rows = read_table(folder / PROFILE)
     assert {(entry["batch"], entry["provider"]) for entry in rows} == {(1, f) for f in ("plain", "unfolded", "folded")}
     for form in ("plain", "unfolded", "folded"):
-        assert [entry["part"] for entry in rows if entry["provider"] == form] == list(PARTS)
+        # Ours has no norm by itself.
+        expected = [part for part in PARTS if form == "plain" or part != "norm"]
+        assert [entry["part"] for entry in rows if entry["provider"] == form] == expected
 
 
 def test_parts_are_told_apart_by_where_they_stand():
-    for module in (network(local_branches=True), plain_network(network(local_branches=True))):
+    ours, plain = network(local_branches=True), plain_network(network(local_branches=True))
+    for module in (ours, plain):
         found = {path: part_of(path, child) for path, child in module.named_modules()}
         assert found["stages.0.blocks.0.op"] == "depthwise 3x3"
         assert found["stages.0.blocks.1.op"] == found["stages.1.blocks.0.op"] == "operator"
@@ -156,9 +160,25 @@ def test_parts_are_told_apart_by_where_they_stand():
         assert found["stages.1.downsample"] == found["head"] == "stem, downsampling, head"
         assert found["stages.0"] is None
         assert {part for path, part in found.items() if path.startswith(("stem.", "stages.1.downsample."))} == {None}
-        assert {part for path, part in found.items() if path.endswith("fc2") and ".se." not in path} == {"pointwise"}
+        pointwise = [path for path, part in found.items() if part == "pointwise"]
+        # Hooks inside would keep an Mlp from doing without its modules.
+        assert {path.rpartition(".")[2] for path in pointwise} == ({"mlp"} if module is ours else {"fc1", "fc2"})
+        norms = [path for path, part in found.items() if part == "norm"]
+        assert {path.rpartition(".")[2] for path in norms} == (set() if module is ours else {"op_norm", "out_norm"})
         assert {part for path, part in found.items() if path.endswith(("act", "grn"))} == {"GELU and GRN"}
         assert {part for path, part in found.items() if path.startswith("stages.0.blocks.0.se.")} == {None}
+
+
+def test_the_profile_is_of_the_steps_that_are_taken(monkeypatch):
+    if isinstance(cpu.LIBRARY, str):
+        pytest.skip(cpu.LIBRARY)
+    calls = []
+    monkeypatch.setattr(cpu, "_call_on_maps", lambda name, *rest: calls.append(name))
+    module = network().float().eval()
+    profile_parts({"ours": module}, {"ours": torch.zeros(1, 3, 32, 32)}, rounds=1)
+    blocks = sum(len(stage.blocks) for stage in module.stages)
+    for name in ("spotlights_squeeze_excite", "spotlights_scale_add", "spotlights_gelu_response"):
+        assert calls.count(name) == 2 * blocks
 
 
 def test_parts_add_up_to_the_whole():

@@ -79,9 +79,6 @@ def test_what_is_not_finite_shows_in_its_image_alone(value, level):
 
 def test_the_same_bits_for_any_number_of_threads(level):
     threads = torch.get_num_threads()
-    block = WBMMBlock(20, "W").eval()
-    nn.init.normal_(block.mlp.grn.weight)
-    x = draw(5, 20, 30, 31).to(memory_format=torch.channels_last)
     arguments = draw(3, 40, 41, 33), None, None, draw(9, 33), draw(9), draw(33, 9), draw(33)
     try:
         found = []
@@ -89,8 +86,6 @@ def test_the_same_bits_for_any_number_of_threads(level):
             torch.set_num_threads(number)
             found.append(inference.squeeze_excite(*arguments))
         assert all(torch.equal(found[0], other) for other in found)
-        with torch.no_grad():
-            assert block(x).isfinite().all()
     finally:
         torch.set_num_threads(threads)
 

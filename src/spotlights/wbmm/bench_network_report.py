@@ -182,7 +182,8 @@ _LEGEND = (
 
 _PROFILE_LEGEND = (
     "Inference in eager mode, by hooks around the modules of each part. Residual is what a block does outside of them: "
-    "layer scale and addition."
+    "layer scale and addition. Ours computes the first norm of a block with squeeze-and-excite, and biases, the second "
+    "norm, layer scale and addition with the pointwise layers."
 )
 
 
@@ -217,7 +218,7 @@ def profile_tables(parts: Sequence[Row]) -> Iterator[tuple[list[str], list[list[
             [
                 part,
                 *(
-                    f"{1000 * seconds[part]:.2f} ({seconds[part] / totals[form]:.0%})"
+                    f"{1000 * seconds[part]:.2f} ({seconds[part] / totals[form]:.0%})" if part in seconds else "-"
                     for form, seconds in forms.items()
                 ),
             ]
@@ -307,7 +308,7 @@ def _draw_profile(parts: Sequence[Row]) -> Figure:
             forms = [form for of_batch, form in groups if of_batch == batch]
             left = [0.0] * len(forms)
             for part, colour in zip(PARTS, _COLOURS, strict=False):
-                widths = [1000 * groups[batch, form][part] for form in forms]
+                widths = [1000 * groups[batch, form].get(part, 0.0) for form in forms]
                 handles[part] = axes.barh(range(len(forms)), widths, left=left, color=colour, height=0.68)
                 left = [start + width for start, width in zip(left, widths, strict=True)]
             for place, total in enumerate(left):

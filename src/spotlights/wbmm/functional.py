@@ -165,7 +165,7 @@ def _state(weight: Tensor, local_weight: Tensor | None) -> tuple[int, ...]:
 
 
 def _nothing_watches(*tensors: Tensor | None) -> bool:
-    """Whether the call is a plain computation: no gradient, no transform, no tracing, no mode that records operators."""
+    """Whether the call is a plain computation: no gradient, no transform, no tracing, no recording mode."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return False
     return not (torch.jit.is_tracing() or _inside_a_transform() or torch._C._len_torch_dispatch_stack())

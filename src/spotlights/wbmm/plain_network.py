@@ -81,7 +81,7 @@ class PlainBlock(nn.Module):
         assert gamma is not None
         assert mlp.grn.bias is not None
         self.op = deepcopy(block.op)
-        self.norm = deepcopy(block.norm)
+        self.op_norm = deepcopy(block.norm)
         self.se = SqueezeExcitation(block.se.fc1, block.se.fc2)
         self.fc1 = _linear(mlp.fc1.weight, mlp.fc1.bias)
         self.act = nn.GELU()
@@ -92,7 +92,7 @@ class PlainBlock(nn.Module):
         self.drop_path = deepcopy(block.drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.se(self.norm(self.op(x)))
+        y = self.se(self.op_norm(self.op(x)))
         y = self.fc2(self.grn(self.act(self.fc1(y.permute(0, 2, 3, 1))))).permute(0, 3, 1, 2)
         return x + self.drop_path(self.gamma.view(1, -1, 1, 1) * self.out_norm(y))
 

@@ -150,18 +150,31 @@ def gelu_response_norm(
     return norm
 
 
-def gelu_response_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over H and W, (B, 1, 1, C), of grad * GELU(x) and of grad, both maps (B, H, W, C)."""
+def gelu_response_sums(grad: Tensor, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the sums over H and W, (B, 1, 1, C), of grad * GELU(x + shift) and of grad, both maps (B, H, W, C)."""
     along, total = torch.empty((2, x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
-    _call_on_maps("spotlights_gelu_response_sums", x, *map(_pointer, (grad, x, along, total)))
+    shift = _float(shift)
+    _call_on_maps("spotlights_gelu_response_sums", x, *map(_pointer, (grad, x, shift, along, total)))
     return along, total
 
 
-def gelu_response_gradient(grad: Tensor, x: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
-    """Return (grad * scale + GELU(x) * pull) * GELU'(x) for maps (B, H, W, C) and factors (B, 1, 1, C)."""
-    grad_x, scale, pull = torch.empty_like(x), scale.float().contiguous(), pull.float().contiguous()
-    _call_on_maps("spotlights_gelu_response_gradient", x, *map(_pointer, (grad, x, scale, pull, grad_x)))
-    return grad_x
+def gelu_response_gradient(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    pull: Tensor,
+    output: Tensor,
+    *,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    response: Tensor | None = None,
+) -> None:
+    """Write (grad * scale + y * pull) * GELU'(x + shift), y = GELU(x + shift), to the output, which may be grad.
+
+    Maps are (B, H, W, C), factors (B, 1, 1, C). `response`, which may be x, receives y * scale + bias.
+    """
+    floats = [_float(tensor) for tensor in (shift, bias, scale, pull)]
+    _call_on_maps("spotlights_gelu_response_gradient", x, *map(_pointer, (grad, x, *floats, output, response)))
 
 
 def squeeze_excite(

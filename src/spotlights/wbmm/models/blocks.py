@@ -11,6 +11,7 @@ from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
 from .inference import add_mlp, add_mlp_operator, is_affine, scale_and_shift, squeeze_excite, stands_in
 from .response import GlobalResponseNorm
+from .training import mlp
 
 
 def depthwise(channels: int, kernel_size: int, bias: bool = False) -> nn.Conv2d:
@@ -172,7 +173,8 @@ class Mlp(nn.Module):
 
     GELU and GRN are one step, of the module `grn`: under autograd it keeps no map but its input, and on a CPU it passes
     over the map fewer times. The module `act` is not called then, nor are hooks on it, and hooks on `grn` see GELU's
-    input. Another module in the place of either is called as usual.
+    input. Another module in the place of either is called as usual. In float32 training on a CPU all but the norm is
+    one step (`mlp`), where no hooks are on `fc1`, `grn` and `fc2`.
 
     With a residual (B, H, W, C) the result is residual + gamma * Mlp(x), for what `adds_to` accepts: a few images at a
     time, their hidden map in the caches, biases, norm and gamma in the passes over it.
@@ -193,20 +195,26 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None, gamma: Tensor | None = None) -> Tensor:
         if residual is not None:
             return self._add_to(residual, x, gamma)
-        x = self.fc1(x)
-        x = self.grn(x, gelu=True) if self._responds() else self.grn(self.act(x))
-        x = self.fc2(x)
+        fc1, grn, fc2 = self.fc1, self.grn, self.fc2
+        if self._is_plain() and x.dtype == torch.float32 and stands_in((x,), (fc1, grn, fc2), gradients=True):
+            x = mlp(x, fc1.weight.flatten(1), fc1.bias, grn.weight, grn.bias, grn.eps, fc2.weight.flatten(1))
+            x = x if fc2.bias is None else x + fc2.bias
+        else:
+            x = fc1(x)
+            x = fc2(grn(x, gelu=True) if self._responds() else grn(self.act(x)))
         return self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _responds(self) -> bool:
         gelu = type(self.act) is nn.GELU and self.act.approximate == "none"
         return gelu and type(self.grn) is GlobalResponseNorm
 
+    def _is_plain(self) -> bool:
+        return type(self.fc1) is type(self.fc2) is Pointwise and self._responds()
+
     def adds_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> bool:
         """Whether the call may take a residual: inference on a CPU, on the modules as made, without hooks on them."""
         return (
-            type(self.fc1) is type(self.fc2) is Pointwise
-            and self._responds()
+            self._is_plain()
             and is_affine(self.norm)
             and stands_in((x, residual), (self.fc1, self.fc2, self.norm), (gamma, self.grn.weight, self.grn.bias))
         )

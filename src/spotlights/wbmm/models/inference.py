@@ -3,7 +3,7 @@
 Under torch.compile the steps are registered operators of the same names; torch.export sees the modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,22 +31,31 @@ def computes_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     return unwatched() and cpu.takes_map(x) and not _needs_gradient((x, *parameters))
 
 
-def stands_in(maps: Sequence[Tensor], modules: Sequence[nn.Module], others: Sequence[Tensor | None] = ()) -> bool:
+def stands_in(
+    maps: Sequence[Tensor], modules: Sequence[nn.Module], others: Sequence[Tensor | None] = (), gradients: bool = False
+) -> bool:
     """Whether the CPU library may take the place of modules on maps (B, H, W, C), using other tensors too.
 
-    Not where they have hooks or another `forward`, or where tensors are of other dtypes, devices or classes.
+    Where no gradient is wanted of any of these; with `gradients`, only where one is. Not where modules have hooks or
+    another `forward`, or where tensors are of other dtypes, devices or classes.
     """
     x = maps[0]
     used = [p for module in modules for p in module._parameters.values() if p is not None]
     tensors: list[Tensor] = [*maps, *used, *(tensor for tensor in others if tensor is not None)]
     return (
         _takes_maps(maps)
+        and not (gradients and torch.compiler.is_compiling())
         and all(type(t) in _PLAIN and t.device == x.device and t.dtype == x.dtype for t in tensors)
-        and not _needs_gradient(tensors)
+        and _needs_gradient(tensors) == gradients
         and not torch.is_autocast_enabled("cpu")
         and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-        and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+        and not any(map(_is_watched, modules))
     )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
 
 
 def _takes_maps(maps: Sequence[Tensor]) -> bool:
@@ -109,18 +118,23 @@ def add_mlp(
     A few images at a time, so that the hidden map, which `respond` overwrites, stays in the caches.
     """
     output = torch.empty_like(residual)
-    batch, height, width, _ = x.shape
-    images = max(1, _HIDDEN_BYTES // (height * width * weight1.shape[0] * x.itemsize))
-    hidden = x.new_empty((min(images, batch), height, width, weight1.shape[0]))
-    for first in range(0, batch, images):
-        part, out = x[first : first + images], output[first : first + images]
-        inside = hidden[: part.shape[0]]
+    for part, (hidden,) in groups(x, weight1.shape[0], 1):
+        out = output[part]
         # Biases are added in passes that are made anyhow: torch.addmm would copy them over the whole map first.
-        torch.mm(part.flatten(0, 2), weight1.t(), out=inside.flatten(0, 2))
-        inside = respond(inside, bias1)
-        torch.mm(inside.flatten(0, 2), weight2.t(), out=out.flatten(0, 2))
-        cpu.scale_add(out, scale, shift, residual[first : first + images], out)
+        torch.mm(x[part].flatten(0, 2), weight1.t(), out=hidden.flatten(0, 2))
+        hidden = respond(hidden, bias1)
+        torch.mm(hidden.flatten(0, 2), weight2.t(), out=out.flatten(0, 2))
+        cpu.scale_add(out, scale, shift, residual[part], out)
     return output
+
+
+def groups(x: Tensor, channels: int, count: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Groups of images of a map (B, H, W, C), and for each the same memory for `count` maps of that many channels."""
+    batch, height, width, _ = x.shape
+    images = min(batch, max(1, _HIDDEN_BYTES // (height * width * channels * x.itemsize)))
+    hidden = x.new_empty((count, images, height, width, channels))
+    for first in range(0, batch, images):
+        yield slice(first, first + images), tuple(hidden[:, : min(images, batch - first)])
 
 
 # The strides that the fake implementations promise, and the library takes.

@@ -88,22 +88,31 @@ class _GeluResponseNorm(torch.autograd.Function):
             if torch.is_grad_enabled():
                 norm = _map_norm(y)  # second derivatives pass through it
             along = (grad * y).sum(dim=(1, 2), keepdim=True, dtype=norm.dtype)
-        # `along` is the gradient of the scale.
-        mean = norm.mean(dim=-1, keepdim=True) + ctx.eps
-        ratio = norm / mean
-        grad_ratio = along * weight
-        grad_norm = (grad_ratio - (grad_ratio * ratio).mean(dim=-1, keepdim=True)) / mean
-        scale, pull = 1 + weight * ratio, grad_norm / norm
+        scale, pull, grad_weight = response_gradients(norm, along, weight, ctx.eps)
         if native:
-            grad_x = cpu.gelu_response_gradient(grad, x, scale, pull)
+            grad_x = torch.empty_like(x)
+            cpu.gelu_response_gradient(grad, x, scale, pull, grad_x)
         else:
             grad_y = torch.addcmul(grad * scale.to(x.dtype), y, pull.to(x.dtype))
             grad_x = torch.ops.aten.gelu_backward(grad_y, x)
-        grad_weight = (along * ratio).sum(dim=(0, 1, 2)).to(weight.dtype)
+        grad_weight = grad_weight.to(weight.dtype)
         if not ctx.has_bias:
             return grad_x, grad_weight, None, None
         grad_bias = total.sum(dim=(0, 1, 2)).to(x.dtype) if native else grad.sum(dim=(0, 1, 2))
         return grad_x, grad_weight, grad_bias, None
+
+
+def response_gradients(norm: Tensor, along: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what GRN's gradients are made of.
+
+    With y GRN's input and `along` the sums of grad * y over H and W, (B, 1, 1, C) like the norms, these are scale and
+    pull, of the gradient grad * scale + y * pull of y, and the gradient (C,) of GRN's weight.
+    """
+    mean = norm.mean(dim=-1, keepdim=True) + eps
+    ratio = norm / mean
+    grad_ratio = along * weight  # `along` is the gradient of the scale
+    grad_norm = (grad_ratio - (grad_ratio * ratio).mean(dim=-1, keepdim=True)) / mean
+    return 1 + weight * ratio, grad_norm / norm, (along * ratio).sum(dim=(0, 1, 2))
 
 
 def keeps_graph(x: Tensor) -> bool:
