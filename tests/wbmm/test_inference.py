@@ -264,6 +264,19 @@ def test_other_layouts_dtypes_and_empty_batches(randomise, monkeypatch, count):
     torch.testing.assert_close(wide.float(), of_modules(block, x, monkeypatch), rtol=1e-5, atol=1e-5)
 
 
+def test_another_default_device(randomise, count):
+    block = block_of(randomise)
+    x = draw(2, 20, 9, 10).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = block(x)
+        with torch.device("meta"):
+            assert torch.equal(block(x), expected)
+            assert torch.equal(copy.deepcopy(block)(x), expected)
+    assert len(count) == 6
+    with torch.device("meta"):
+        copy.deepcopy(block).train()(x).sum().backward()
+
+
 def test_floating_point_operations_are_counted():
     network = wbmm_atto(num_classes=10).eval()
     images = torch.zeros(1, 3, 32, 32)

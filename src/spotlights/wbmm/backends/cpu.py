@@ -52,7 +52,10 @@ def _strides(tensor: Tensor) -> ctypes.Array[ctypes.c_int64]:
 
 
 def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
+    # Asking is ten times as fast as converting in vain, and a small network's block asks ten times.
+    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(torch.float32).contiguous()
 
 
 def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: torch.dtype) -> Packed:
@@ -62,7 +65,7 @@ def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: 
     table, local = _float(weight), _float(local_weight)
     shape = _Shape(0, weight.shape[0], 0, 0, *windows)
     size = library.functions.spotlights_wbmm_packed_size(library.level, ctypes.byref(shape))
-    values = torch.empty(size, dtype=torch.float32)
+    values = torch.empty(size, dtype=torch.float32, device="cpu")
     library.call(
         "spotlights_wbmm_pack",
         ctypes.byref(shape),
@@ -104,7 +107,7 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shortcut: bool, 
 def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int]) -> Tensor:
     """Return the gradient (C, 2*wh-1, 2*ww-1) of the table of that window."""
     wh, ww = window
-    gradient = torch.empty((input.shape[1], 2 * wh - 1, 2 * ww - 1), dtype=torch.float32)
+    gradient = torch.empty((input.shape[1], 2 * wh - 1, 2 * ww - 1), dtype=torch.float32, device="cpu")
     _library().call(
         "spotlights_wbmm_weight_gradient",
         ctypes.byref(_Shape(*input.shape, wh, ww, wh, ww)),
@@ -143,7 +146,7 @@ def gelu_response_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, output: Tensor, shift: Tensor | None = None
 ) -> Tensor:
     """Write GRN of GELU of x + shift to the output, which may be x (B, H, W, C); return the norms (B, 1, 1, C)."""
-    norm = torch.empty((x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
+    norm = torch.empty((x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32, device="cpu")
     floats = [_float(tensor) for tensor in (shift, weight, bias)]
     inputs, outputs = map(_pointer, (x, *floats)), map(_pointer, (output, norm))
     _call_on_maps("spotlights_gelu_response", x, *inputs, ctypes.c_float(eps), *outputs, _library().threads)
@@ -152,7 +155,7 @@ def gelu_response_norm(
 
 def gelu_response_sums(grad: Tensor, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the sums over H and W, (B, 1, 1, C), of grad * GELU(x + shift) and of grad, both maps (B, H, W, C)."""
-    along, total = torch.empty((2, x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32)
+    along, total = torch.empty((2, x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32, device="cpu")
     shift = _float(shift)
     _call_on_maps("spotlights_gelu_response_sums", x, *map(_pointer, (grad, x, shift, along, total)))
     return along, total
@@ -182,7 +185,7 @@ def squeeze_excite(
 ) -> Tensor:
     """Return y * sigmoid(up(relu(down(mean of y)))) of y = x * scale + shift, a map (B, H, W, C).
 
-    `down` and `up` are a weight (C', C), of the map's dtype, and a bias (C',).
+    `down` and `up` are a weight (C', C) or (C', C, 1, 1), of the map's dtype, and a bias (C',).
     """
     output = torch.empty_like(x)
     scale, shift, bias1, bias2 = map(_float, (scale, shift, down[1], up[1]))

@@ -161,8 +161,7 @@ class SqueezeExcite(nn.Module):
             and is_affine(norm)
             and stands_in((x,), (down, up, norm))
         ):
-            weights = down.weight.flatten(1), down.bias, up.weight.flatten(1), up.bias
-            return squeeze_excite(x, *scale_and_shift(norm), *weights)
+            return squeeze_excite(x, *scale_and_shift(norm), down.weight, down.bias, up.weight, up.bias)
         x = norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         scale = torch.sigmoid(self.fc2(F.relu(self.fc1(x.mean(dim=(1, 2))))))
         return x * scale[:, None, None]
@@ -205,18 +204,19 @@ class Mlp(nn.Module):
         return self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _responds(self) -> bool:
-        gelu = type(self.act) is nn.GELU and self.act.approximate == "none"
-        return gelu and type(self.grn) is GlobalResponseNorm
+        act = self.act
+        return type(act) is nn.GELU and act.approximate == "none" and type(self.grn) is GlobalResponseNorm
 
     def _is_plain(self) -> bool:
         return type(self.fc1) is type(self.fc2) is Pointwise and self._responds()
 
     def adds_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> bool:
         """Whether the call may take a residual: inference on a CPU, on the modules as made, without hooks on them."""
+        norm, grn = self.norm, self.grn
         return (
-            self._is_plain()
-            and is_affine(self.norm)
-            and stands_in((x, residual), (self.fc1, self.fc2, self.norm), (gamma, self.grn.weight, self.grn.bias))
+            is_affine(norm)
+            and self._is_plain()
+            and stands_in((x, residual), (self.fc1, self.fc2, norm), (gamma, grn.weight, grn.bias))
         )
 
     def _add_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> Tensor:

@@ -42,10 +42,11 @@ def stands_in(
     x = maps[0]
     used = [p for module in modules for p in module._parameters.values() if p is not None]
     tensors: list[Tensor] = [*maps, *used, *(tensor for tensor in others if tensor is not None)]
+    device, dtype = x.device, x.dtype
     return (
         _takes_maps(maps)
         and not (gradients and torch.compiler.is_compiling())
-        and all(type(t) in _PLAIN and t.device == x.device and t.dtype == x.dtype for t in tensors)
+        and all(type(t) in _PLAIN and t.device == device and t.dtype == dtype for t in tensors)
         and _needs_gradient(tensors) == gradients
         and not torch.is_autocast_enabled("cpu")
         and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
@@ -54,8 +55,8 @@ def stands_in(
 
 
 def _is_watched(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 def _takes_maps(maps: Sequence[Tensor]) -> bool:
@@ -97,7 +98,10 @@ def squeeze_excite(
     weight2: Tensor,
     bias2: Tensor,
 ) -> Tensor:
-    """Return y * sigmoid(W2 relu(W1 mean(y) + b1) + b2) of y = x * scale + shift, a map (B, H, W, C)."""
+    """Return y * sigmoid(W2 relu(W1 mean(y) + b1) + b2) of y = x * scale + shift, a map (B, H, W, C).
+
+    Weights are (C', C) or (C', C, 1, 1).
+    """
     if torch.compiler.is_compiling():
         return _squeeze_excite_operator(x, scale, shift, weight1, bias1, weight2, bias2)
     return cpu.squeeze_excite(x, scale, shift, (weight1, bias1), (weight2, bias2))

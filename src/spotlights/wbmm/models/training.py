@@ -47,6 +47,7 @@ class _Mlp(torch.autograd.Function):
             found = iter(torch.autograd.grad(_composed(*inputs), wanted, grad, create_graph=True))
             return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        needs_weight1, needs_weight2 = ctx.needs_input_grad[1], ctx.needs_input_grad[6]
         grad_weight1, grad_weight, grad_weight2 = map(torch.zeros_like, (weight1, weight, weight2))
         grad_bias1, grad_bias = (None if t is None else torch.zeros_like(t) for t in (bias1, bias))
         for part, (response, upstream) in groups(x, weight1.shape[0], 2):
@@ -58,8 +59,10 @@ class _Mlp(torch.autograd.Function):
             cpu.gelu_response_gradient(
                 upstream, hidden[part], scale, pull, upstream, shift=bias1, bias=bias, response=response
             )
-            grad_weight2.addmm_(grad_rows.t(), response.flatten(0, 2))
-            grad_weight1.addmm_(upstream_rows.t(), x_rows)
+            if needs_weight2:
+                grad_weight2.addmm_(grad_rows.t(), response.flatten(0, 2))
+            if needs_weight1:
+                grad_weight1.addmm_(upstream_rows.t(), x_rows)
             grad_weight += part_weight
             if grad_bias1 is not None:
                 grad_bias1 += upstream_rows.sum(0)
