@@ -6,7 +6,7 @@ namespace {
 
 // Maps are cut into chunks of rows by their shape alone, so that sums do not depend on the number of threads.
 struct Excite {
-    int64_t batch, rows, channels, width, reduced;  // `width`: the channels, rounded up to full vectors
+    int64_t rows, channels, width, reduced;  // `width`: the channels, rounded up to full vectors
     int64_t chunk_rows, chunks;
     const void *x, *weight1, *weight2;
     const float *scale, *shift, *bias1, *bias2;
@@ -49,9 +49,8 @@ Kernels kernels_of(int32_t level) {
     return KERNELS(baseline);
 }
 
-Excite excite_of(const Kernels& k, int64_t batch, int64_t rows, int64_t channels, const void* input, void* output) {
+Excite excite_of(const Kernels& k, int64_t rows, int64_t channels, const void* input, void* output) {
     Excite e{};
-    e.batch = batch;
     e.rows = rows;
     e.channels = channels;
     e.width = parts(channels, k.lanes) * k.lanes;
@@ -71,7 +70,7 @@ int32_t spotlights_squeeze_excite(spotlights_parallel_for run, int32_t level, in
     if (!valid_map(dtype, batch, rows, channels) || reduced < 0) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
-    Excite e = excite_of(k, batch, rows, channels, input, output);
+    Excite e = excite_of(k, rows, channels, input, output);
     e.reduced = reduced;
     e.scale = scale;
     e.shift = shift;
@@ -98,7 +97,7 @@ int32_t spotlights_scale_add(spotlights_parallel_for run, int32_t level, int32_t
     if (!valid_map(dtype, batch, rows, channels)) return SPOTLIGHTS_BAD_ARGUMENT;
     if (batch * rows * channels == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
-    Excite e = excite_of(k, batch, rows, channels, input, output);
+    Excite e = excite_of(k, rows, channels, input, output);
     e.scale = scale;
     e.shift = shift;
     e.residual = residual;
