@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spotlights.wbmm.backends import cpu
 from spotlights.wbmm.models import inference, wbmm_atto
-from spotlights.wbmm.models.blocks import Mlp, SqueezeExcite, WBMMBlock
+from spotlights.wbmm.models.blocks import MapConv2d, Mlp, SqueezeExcite, WBMMBlock
 
 # Odd numbers of channels, single positions, more rows than a chunk, several images.
 SHAPES = [(2, 5, 7, 1), (3, 4, 4, 3), (2, 9, 10, 17), (1, 1, 1, 20), (1, 20, 21, 64), (9, 3, 2, 40), (1, 150, 4, 33)]
@@ -130,15 +130,51 @@ def test_blocks_give_what_their_modules_give(kind, folded, level, randomise, mon
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(params=[False, True], ids=["slow bfloat16", "fast bfloat16"])
+def fast(request, monkeypatch):
+    """Whether torch is said to have fast products of bfloat16 here."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", "WD")
 @pytest.mark.parametrize("folded", [False, True])
-def test_blocks_of_bfloat16(folded, level, randomise, count):
-    block = block_of(randomise, folded=folded)
-    x = draw(2, 20, 9, 10).to(memory_format=torch.channels_last)
+def test_blocks_of_bfloat16(folded, kind, fast, level, randomise, count, monkeypatch):
+    block = block_of(randomise, kind=kind, folded=folded)
+    x = draw(3, 20, 9, 10).to(memory_format=torch.channels_last)
+    monkeypatch.setattr(inference, "_HIDDEN_BYTES", 2 * 9 * 10 * 80 * (2 if fast else 4))  # two images, and one
+    products = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append((a.dtype, b.dtype)) or mm(a, b, out=out))
     with torch.no_grad():
         expected = block.double()(x.double())
         found = block.bfloat16()(x.bfloat16())
-    assert count == ["squeeze_excite", "scale_add"]
+    assert products == 4 * [2 * (torch.bfloat16 if fast else torch.float32,)]
+    assert count == ["squeeze_excite", "scale_add", "scale_add"]
+    assert found.dtype == torch.bfloat16
     assert (found - expected).norm() / expected.norm() < 1e-2
+
+
+def test_convolutions_of_bfloat16(fast):
+    convolution = MapConv2d(4, 6, 3, padding=1, groups=2).bfloat16()
+    x = draw(2, 4, 7, 5).bfloat16().requires_grad_()
+    found = convolution(x)
+    weight, bias = convolution.weight, convolution.bias
+    expected = F.conv2d(x.double(), weight.double(), bias.double(), padding=1, groups=2)
+    assert found.dtype == torch.bfloat16
+    if not fast:
+        assert torch.equal(found, F.conv2d(x.float(), weight.float(), bias.float(), padding=1, groups=2).bfloat16())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7)
+    grads = torch.autograd.grad(found.double().sum(), (x, weight, bias))
+    for grad, wanted in zip(grads, torch.autograd.grad(expected.sum(), (x, weight, bias)), strict=True):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad, wanted, rtol=0.02, atol=0.1)
+
+
+def test_exported_convolutions_are_of_their_dtype(fast):
+    convolution = MapConv2d(4, 6, 3).bfloat16()
+    graph = torch.export.export(convolution, (draw(2, 4, 7, 5).bfloat16(),)).graph
+    assert [str(node.target) for node in graph.nodes if node.op == "call_function"] == ["aten.conv2d.default"]
 
 
 @pytest.mark.parametrize("path", ["se.fc1", "se.fc2", "norm", "mlp.fc1", "mlp.fc2", "mlp.norm"])

@@ -9,14 +9,39 @@ from torch import Tensor, nn
 from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, parameter_like, wide
 from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
-from .inference import add_mlp, add_mlp_operator, is_affine, scale_and_shift, squeeze_excite, stands_in
+from .inference import (
+    add_mlp,
+    add_mlp_operator,
+    is_affine,
+    product_dtype,
+    scale_and_shift,
+    squeeze_excite,
+    stands_in,
+    unwatched,
+)
 from .response import GlobalResponseNorm
 from .training import mlp
 
 
+class MapConv2d(nn.Conv2d):
+    """A convolution of maps (B, C, H, W), computed in float32 where a CPU is slow in the maps' dtype (`product_dtype`).
+
+    Example:
+        >>> MapConv2d(3, 8, 3)(torch.zeros(1, 3, 9, 9)).shape
+        torch.Size([1, 8, 7, 7])
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        convolve = super()._conv_forward
+        dtype = product_dtype(input.dtype)
+        if dtype == input.dtype or input.device.type != "cpu" or not unwatched():
+            return convolve(input, weight, bias)
+        return convolve(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(input.dtype)
+
+
 def depthwise(channels: int, kernel_size: int, bias: bool = False) -> nn.Conv2d:
     """A depthwise convolution that keeps the map's size (odd kernels)."""
-    return nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=bias)
+    return MapConv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=bias)
 
 
 def depthwise_of(kernel: Tensor, bias: Tensor | None, like: Tensor) -> nn.Conv2d:
@@ -335,7 +360,7 @@ class WBMMBlock(Kinded, Foldable):
 
 def downsample(in_channels: int, channels: int) -> nn.Sequential:
     """3x3 stride-2 convolution and channel LayerNorm: (B, C, H, W) -> (B, C', ceil(H/2), ceil(W/2))."""
-    return nn.Sequential(nn.Conv2d(in_channels, channels, 3, stride=2, padding=1), LayerNorm2d(channels))
+    return nn.Sequential(MapConv2d(in_channels, channels, 3, stride=2, padding=1), LayerNorm2d(channels))
 
 
 class MapGELU(nn.GELU):

@@ -119,24 +119,41 @@ def add_mlp(
 ) -> Tensor:
     """Return residual + scale * W2 respond(W1 x, b1) + shift, maps (B, H, W, C), weights (C', C).
 
-    A few images at a time, so that the hidden map, which `respond` overwrites, stays in the caches.
+    A few images at a time, so that the hidden map, which `respond` overwrites, stays in the caches. In the dtype
+    of `product_dtype`.
     """
     output = torch.empty_like(residual)
-    for part, (hidden,) in groups(x, weight1.shape[0], 1):
-        out = output[part]
+    dtype = product_dtype(x.dtype)
+    weight1, weight2 = weight1.to(dtype), weight2.to(dtype)
+    for part, (hidden,) in groups(x, weight1.shape[0], 1, dtype):
+        start = residual[part].to(dtype)
+        out = output[part] if dtype == output.dtype else torch.empty_like(start)
         # Biases are added in passes that are made anyhow: torch.addmm would copy them over the whole map first.
-        torch.mm(x[part].flatten(0, 2), weight1.t(), out=hidden.flatten(0, 2))
+        torch.mm(x[part].to(dtype).flatten(0, 2), weight1.t(), out=hidden.flatten(0, 2))
         hidden = respond(hidden, bias1)
         torch.mm(hidden.flatten(0, 2), weight2.t(), out=out.flatten(0, 2))
-        cpu.scale_add(out, scale, shift, residual[part], out)
+        cpu.scale_add(out, scale, shift, start, out)
+        if dtype != output.dtype:
+            output[part] = out
     return output
 
 
-def groups(x: Tensor, channels: int, count: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to multiply in on a CPU, for results of a dtype: float32 where torch has no fast products of bfloat16.
+
+    Without oneDNN's, which need AVX-512 or its like, they are several times as slow.
+    """
+    if dtype != torch.bfloat16:
+        return dtype
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype if fast else torch.float32
+
+
+def groups(x: Tensor, channels: int, count: int, dtype: torch.dtype) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
     """Groups of images of a map (B, H, W, C), and for each the same memory for `count` maps of that many channels."""
     batch, height, width, _ = x.shape
-    images = min(batch, max(1, _HIDDEN_BYTES // (height * width * channels * x.itemsize)))
-    hidden = x.new_empty((count, images, height, width, channels))
+    images = min(batch, max(1, _HIDDEN_BYTES // (height * width * channels * dtype.itemsize)))
+    hidden = x.new_empty((count, images, height, width, channels), dtype=dtype)
     for first in range(0, batch, images):
         yield slice(first, first + images), tuple(hidden[:, : min(images, batch - first)])
 

@@ -30,7 +30,7 @@ class _Mlp(torch.autograd.Function):
         output = x.new_empty((*x.shape[:3], weight2.shape[0]))
         norm = x.new_empty((x.shape[0], 1, 1, weight1.shape[0]))
         hidden = x.new_empty((*x.shape[:3], weight1.shape[0]))
-        for part, (response,) in groups(x, weight1.shape[0], 1):
+        for part, (response,) in groups(x, weight1.shape[0], 1, x.dtype):
             torch.mm(x[part].flatten(0, 2), weight1.t(), out=hidden[part].flatten(0, 2))
             norm[part] = cpu.gelu_response_norm(hidden[part], weight, bias, eps, response, bias1)
             torch.mm(response.flatten(0, 2), weight2.t(), out=output[part].flatten(0, 2))
@@ -50,7 +50,7 @@ class _Mlp(torch.autograd.Function):
         needs_weight1, needs_weight2 = ctx.needs_input_grad[1], ctx.needs_input_grad[6]
         grad_weight1, grad_weight, grad_weight2 = map(torch.zeros_like, (weight1, weight, weight2))
         grad_bias1, grad_bias = (None if t is None else torch.zeros_like(t) for t in (bias1, bias))
-        for part, (response, upstream) in groups(x, weight1.shape[0], 2):
+        for part, (response, upstream) in groups(x, weight1.shape[0], 2, x.dtype):
             x_rows, grad_rows = x[part].flatten(0, 2), grad[part].flatten(0, 2)
             upstream_rows = upstream.flatten(0, 2)
             torch.mm(grad_rows, weight2, out=upstream_rows)
