@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from spotlights.wbmm.backends import cpu
@@ -381,3 +382,47 @@ def test_modules_alone_work_as_before():
         torch.testing.assert_close(squeeze(x, norm), squeeze(turned.contiguous()))
         hidden = F.gelu(mlp.fc1(x))
         torch.testing.assert_close(mlp(x), mlp.norm(mlp.fc2(hidden).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+def parts_that_do_not_fit(block):
+    """One way after another to make a block whose parts do not fit together."""
+    mlp = block.mlp
+    few = nn.Parameter(torch.ones(16))
+    for module, name, value in (
+        (mlp.grn, "weight", few),
+        (mlp.grn, "bias", few),
+        (mlp.fc1, "bias", few),
+        (mlp.fc1, "weight", nn.Parameter(mlp.fc1.weight[:24].detach())),
+        (mlp.fc2, "weight", nn.Parameter(mlp.fc2.weight[:10].detach())),
+        (mlp.fc2, "weight", nn.Parameter(mlp.fc2.weight[:, :24].detach())),
+        (mlp, "norm", nn.BatchNorm2d(5).eval()),
+        (block, "norm", nn.BatchNorm2d(5).eval()),
+        (block.se.fc1, "bias", nn.Parameter(torch.ones(2))),
+        (block.se.fc2, "bias", few),
+        (block.se.fc2, "weight", nn.Parameter(block.se.fc2.weight[:10].detach())),
+        (block, "op", nn.MaxPool2d(2)),
+        (block, "gamma", few),
+    ):
+        kept = getattr(module, name)
+        setattr(module, name, value)
+        yield
+        setattr(module, name, kept)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_parts_that_do_not_fit_are_refused(training, randomise):
+    block = block_of(randomise).train(training)
+    x = draw(2, 20, 10, 10).to(memory_format=torch.channels_last)
+    block(x)
+    for _ in parts_that_do_not_fit(block):
+        with torch.set_grad_enabled(training), pytest.raises((RuntimeError, ValueError)):
+            block(x)
+    block(x)
+
+
+def test_before_dispatch_a_tracer_sees_the_operations(randomise):
+    block = block_of(randomise)
+    x, other = (draw(2, 20, 9, 10, seed=seed).to(memory_format=torch.channels_last) for seed in (0, 1))
+    with torch.no_grad():
+        traced = make_fx(lambda x: block(x), pre_dispatch=True)(x)
+        torch.testing.assert_close(traced(other), block(other), rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from timm.utils.model import reparameterize_model
 from torch import nn
+from torch.nn.utils import prune
 
 from spotlights.wbmm import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d, reparameterize, resize_window
 from spotlights.wbmm.models import WBMMNet
@@ -31,6 +32,10 @@ def small(**kwargs):
     }
     torch.manual_seed(0)
     return WBMMNet(**{**arguments, **kwargs})
+
+
+def prune_half(module):
+    prune.l1_unstructured(module, "weight", amount=0.5)
 
 
 def named(name, **kwargs):
@@ -277,6 +282,19 @@ def test_batch_norm_without_affine(randomise):
     network.stages[0].blocks[0].norm = nn.BatchNorm2d(8, affine=False)
     expected = outputs(network.eval(), (45, 61))[0]
     assert relative_error(outputs(reparameterize(network), (45, 61))[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["mlp.fc2", "op"])
+@pytest.mark.parametrize("change", [prune_half, nn.utils.parametrizations.weight_norm], ids=["pruned", "weight norm"])
+def test_computed_weights_are_refused(part, change):
+    network = small().eval()
+    block = network.stages[1].blocks[0]  # a D block
+    change(block.get_submodule(part))
+    state = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    with pytest.raises(ValueError, match=f"reparameterize: {part}: got a .* whose weight is no parameter"):
+        reparameterize(network)
+    assert block.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items())
 
 
 @pytest.mark.parametrize("part", ["norm", "mlp.norm", "op.bn3"])

@@ -202,3 +202,15 @@ def test_it_agrees_with_the_step_that_keeps_its_input(level):
     composed = F.linear(gelu_response_norm(F.linear(x, weight1, bias1), weight, bias, 1e-6), weight2)
     found = torch.autograd.grad(step(*tensors).square().sum(), tensors)
     assert_close(found, torch.autograd.grad(composed.square().sum(), tensors))
+
+
+def test_vectorised_jacobian():
+    """Its backward pass is given many gradients at once."""
+    tensors = draw((1, 2, 2, 3))
+
+    def of_input(x):
+        return step(x, *tensors[1:])
+
+    expected = torch.autograd.functional.jacobian(of_input, tensors[0])
+    found = torch.autograd.functional.jacobian(of_input, tensors[0], vectorize=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -135,6 +135,16 @@ def parameter_like(value: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
 
 
+def check_foldable(name: str, module: nn.Module) -> None:
+    """Refuse, with ValueError, a module whose weight is no parameter of its own and so cannot take a scale."""
+    if "weight" not in module._parameters:
+        raise ValueError(
+            f"reparameterize: {name}: got a {type(module).__name__} whose weight is no parameter (pruning or "
+            "a parametrization), expected one of its own: make it permanent first, for example by "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
+        )
+
+
 def affine_of(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return scale and shift (C,), float64, with ``norm(x) = scale * x + shift`` in eval mode.
 

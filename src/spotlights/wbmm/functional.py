@@ -168,7 +168,8 @@ def _nothing_watches(*tensors: Tensor | None) -> bool:
     """Whether the call is a plain computation: no gradient, no transform, no tracing, no recording mode."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return False
-    return not (torch.jit.is_tracing() or _inside_a_transform() or torch._C._len_torch_dispatch_stack())
+    modes = torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    return not (torch.jit.is_tracing() or _inside_a_transform() or modes)
 
 
 def _inside_a_transform() -> bool:

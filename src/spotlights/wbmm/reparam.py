@@ -30,7 +30,7 @@ def reparameterize(model: nn.Module, *, input_size: int | tuple[int, int] | None
         The model; where it is a HierarchicalWBMM2d itself, its folded form.
 
     Raises:
-        ValueError: input_size is not positive, or a norm has no running statistics.
+        ValueError: input_size is not positive, a norm has no running statistics, or a weight is parametrised.
 
     Example:
         >>> import torch

@@ -51,7 +51,9 @@ def _strides(tensor: Tensor) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * 4)(*tensor.stride())
 
 
-def _float(tensor: Tensor | None) -> Tensor | None:
+def _float(tensor: Tensor | None, count: int | None = None) -> Tensor | None:
+    if count is not None and tensor is not None and tensor.numel() != count:
+        raise ValueError(f"got {tensor.numel()} numbers for a map of {count} channels")  # they would be read beyond
     # Asking is ten times as fast as converting in vain, and a small network's block asks ten times.
     if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
         return tensor
@@ -133,8 +135,14 @@ def fits_map(x: Tensor) -> bool:
 
 
 def takes_map(x: Tensor) -> bool:
-    """Whether they compute on this very one: no subclass, and no mode that records operations."""
-    return type(x) is Tensor and fits_map(x) and torch._C._len_torch_dispatch_stack() == 0
+    """Whether they compute on this very one: no subclass, no batch (vmap), and no mode that records operations."""
+    return (
+        type(x) is Tensor
+        and fits_map(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0
+    )
 
 
 def _call_on_maps(name: str, x: Tensor, *arguments: object) -> None:
@@ -147,7 +155,7 @@ def gelu_response_norm(
 ) -> Tensor:
     """Write GRN of GELU of x + shift to the output, which may be x (B, H, W, C); return the norms (B, 1, 1, C)."""
     norm = torch.empty((x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32, device="cpu")
-    floats = [_float(tensor) for tensor in (shift, weight, bias)]
+    floats = [_float(tensor, x.shape[3]) for tensor in (shift, weight, bias)]
     inputs, outputs = map(_pointer, (x, *floats)), map(_pointer, (output, norm))
     _call_on_maps("spotlights_gelu_response", x, *inputs, ctypes.c_float(eps), *outputs, _library().threads)
     return norm
@@ -156,7 +164,7 @@ def gelu_response_norm(
 def gelu_response_sums(grad: Tensor, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the sums over H and W, (B, 1, 1, C), of grad * GELU(x + shift) and of grad, both maps (B, H, W, C)."""
     along, total = torch.empty((2, x.shape[0], 1, 1, x.shape[3]), dtype=torch.float32, device="cpu")
-    shift = _float(shift)
+    shift = _float(shift, x.shape[3])
     _call_on_maps("spotlights_gelu_response_sums", x, *map(_pointer, (grad, x, shift, along, total)))
     return along, total
 
@@ -176,7 +184,8 @@ def gelu_response_gradient(
 
     Maps are (B, H, W, C), factors (B, 1, 1, C). `response`, which may be x, receives y * scale + bias.
     """
-    floats = [_float(tensor) for tensor in (shift, bias, scale, pull)]
+    per_image = x.shape[0] * x.shape[3]
+    floats = [_float(shift, x.shape[3]), _float(bias, x.shape[3]), _float(scale, per_image), _float(pull, per_image)]
     _call_on_maps("spotlights_gelu_response_gradient", x, *map(_pointer, (grad, x, *floats, output, response)))
 
 
@@ -188,7 +197,8 @@ def squeeze_excite(
     `down` and `up` are a weight (C', C) or (C', C, 1, 1), of the map's dtype, and a bias (C',).
     """
     output = torch.empty_like(x)
-    scale, shift, bias1, bias2 = map(_float, (scale, shift, down[1], up[1]))
+    scale, shift, bias2 = (_float(tensor, x.shape[3]) for tensor in (scale, shift, up[1]))
+    bias1 = _float(down[1], down[0].shape[0])
     weights = down[0].contiguous(), up[0].contiguous()
     pointers = map(_pointer, (x, scale, shift, weights[0], bias1, weights[1], bias2, output))
     _call_on_maps("spotlights_squeeze_excite", x, ctypes.c_int64(weights[0].shape[0]), *pointers)
@@ -197,5 +207,5 @@ def squeeze_excite(
 
 def scale_add(x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor, output: Tensor) -> None:
     """Write x * scale + shift + residual, maps (B, H, W, C), to the output, which may be one of them."""
-    scale, shift = map(_float, (scale, shift))
+    scale, shift = (_float(tensor, x.shape[3]) for tensor in (scale, shift))
     _call_on_maps("spotlights_scale_add", x, *map(_pointer, (x, scale, shift, residual, output)))

@@ -6,7 +6,7 @@ from timm.layers import DropPath, LayerNorm2d
 from timm.models import checkpoint_seq
 from torch import Tensor, nn
 
-from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, parameter_like, wide
+from spotlights.wbmm.folding import Foldable, Kinded, add_centred, affine_of, check_foldable, parameter_like, wide
 from spotlights.wbmm.layers import FoldedWBMM2d, HierarchicalWBMM2d, WBMM2d
 
 from .inference import (
@@ -183,8 +183,9 @@ class SqueezeExcite(nn.Module):
             type(down) is type(up) is Pointwise
             and down.bias is not None
             and up.bias is not None
-            and is_affine(norm)
             and stands_in((x,), (down, up, norm))
+            and up.weight.shape[:2] == down.weight.shape[1::-1] == (x.shape[3], up.weight.shape[1])
+            and is_affine(norm, x.shape[3])
         ):
             return squeeze_excite(x, *scale_and_shift(norm), down.weight, down.bias, up.weight, up.bias)
         x = norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
@@ -220,7 +221,8 @@ class Mlp(nn.Module):
         if residual is not None:
             return self._add_to(residual, x, gamma)
         fc1, grn, fc2 = self.fc1, self.grn, self.fc2
-        if self._is_plain() and x.dtype == torch.float32 and stands_in((x,), (fc1, grn, fc2), gradients=True):
+        natively = self._is_plain() and x.dtype == torch.float32 and stands_in((x,), (fc1, grn, fc2), gradients=True)
+        if natively and self._fits(x):
             x = mlp(x, fc1.weight.flatten(1), fc1.bias, grn.weight, grn.bias, grn.eps, fc2.weight.flatten(1))
             x = x if fc2.bias is None else x + fc2.bias
         else:
@@ -235,13 +237,27 @@ class Mlp(nn.Module):
     def _is_plain(self) -> bool:
         return type(self.fc1) is type(self.fc2) is Pointwise and self._responds()
 
+    def _fits(self, x: Tensor) -> bool:
+        # The modules say best what does not fit together; the library would read what is not there.
+        fc1, grn, fc2 = self.fc1, self.grn, self.fc2
+        hidden, channels = fc1.weight.shape[0], fc2.weight.shape[0]
+        return (
+            fc1.weight.shape[1] == x.shape[3]
+            and fc2.weight.shape[1] == hidden
+            and all(t is None or t.numel() == hidden for t in (fc1.bias, grn.weight, grn.bias))
+            and (fc2.bias is None or fc2.bias.numel() == channels)
+        )
+
     def adds_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> bool:
         """Whether the call may take a residual: inference on a CPU, on the modules as made, without hooks on them."""
         norm, grn = self.norm, self.grn
         return (
-            is_affine(norm)
-            and self._is_plain()
+            self._is_plain()
             and stands_in((x, residual), (self.fc1, self.fc2, norm), (gamma, grn.weight, grn.bias))
+            and self._fits(x)
+            and residual.shape == (*x.shape[:3], self.fc2.weight.shape[0])
+            and is_affine(norm, residual.shape[3])
+            and (gamma is None or gamma.numel() == residual.shape[3])
         )
 
     def _add_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> Tensor:
@@ -340,6 +356,10 @@ class WBMMBlock(Kinded, Foldable):
     @torch.no_grad()
     def fuse(self, input_size: tuple[int, int] | None = None) -> "WBMMBlock":
         """Fold in place, and return this block. Maps of at most `input_size` (H, W) will come, or any for None."""
+        if self.gamma is not None:
+            check_foldable("mlp.fc2", self.mlp.fc2)
+            if isinstance(self.op, nn.Conv2d):
+                check_foldable("op", self.op)
         if isinstance(self.op, Foldable):
             self.op = self.op.fuse(input_size)
         if self.gamma is None:

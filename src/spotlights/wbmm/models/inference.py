@@ -69,11 +69,16 @@ def _needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def is_affine(norm: nn.Module) -> bool:
-    """Whether a norm multiplies and adds constants: a BatchNorm in eval mode, or none at all."""
+def is_affine(norm: nn.Module, channels: int) -> bool:
+    """Whether a norm multiplies and adds constants: a BatchNorm of so many channels in eval mode, or none at all."""
     if type(norm) is nn.Identity:
         return True
-    return type(norm) is nn.BatchNorm2d and not norm.training and norm.running_var is not None
+    return (
+        type(norm) is nn.BatchNorm2d
+        and not norm.training
+        and norm.running_var is not None
+        and norm.running_var.numel() == channels
+    )
 
 
 def scale_and_shift(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:

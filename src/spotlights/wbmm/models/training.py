@@ -42,9 +42,12 @@ class _Mlp(torch.autograd.Function):
         x, weight1, bias1, weight, bias, weight2, hidden, norm = ctx.saved_tensors
         grad = grads[0].contiguous()
         inputs = (x, weight1, bias1, weight, bias, ctx.eps, weight2)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not cpu.takes_map(grad):
+            graph = torch.is_grad_enabled()
             wanted = [t for t, needs in zip(inputs, ctx.needs_input_grad, strict=True) if needs]
-            found = iter(torch.autograd.grad(_composed(*inputs), wanted, grad, create_graph=True))
+            with torch.enable_grad():
+                composed = _composed(*inputs)
+            found = iter(torch.autograd.grad(composed, wanted, grad, create_graph=graph))
             return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         needs_weight1, needs_weight2 = ctx.needs_input_grad[1], ctx.needs_input_grad[6]
