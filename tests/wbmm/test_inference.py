@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from spotlights.wbmm.backends import cpu
-from spotlights.wbmm.models import inference, wbmm_atto
+from spotlights.wbmm.models import WBMMNet, inference, wbmm_atto
 from spotlights.wbmm.models.blocks import MapConv2d, Mlp, SqueezeExcite, WBMMBlock
 
 # Odd numbers of channels, single positions, more rows than a chunk, several images.
@@ -426,3 +427,84 @@ def test_before_dispatch_a_tracer_sees_the_operations(randomise):
     with torch.no_grad():
         traced = make_fx(lambda x: block(x), pre_dispatch=True)(x)
         torch.testing.assert_close(traced(other), block(other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["mlp", "drop_path", "se", "mlp.grn"])
+def test_hooks_on_a_block_s_own_modules(path, randomise, monkeypatch):
+    block = block_of(randomise)
+    x = draw(3, 20, 9, 10).to(memory_format=torch.channels_last)
+    monkeypatch.setattr(inference, "_HIDDEN_BYTES", 1)  # image by image
+    seen, results = [], []
+
+    def double(module, arguments, output):
+        seen.append(arguments[0])
+        return 2 * output
+
+    block.get_submodule(path).register_forward_hook(double)
+    with torch.no_grad():
+        results = [block(x), of_modules(block, x, monkeypatch)]
+    assert len(seen) == 2
+    torch.testing.assert_close(*seen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_other_modules_in_a_block(randomise):
+    block = block_of(randomise, channels=4)
+    x = draw(2, 4, 9, 10).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        block.mlp = nn.Identity()
+        y = block.se(block.norm(block.op(x)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        torch.testing.assert_close(block(x), x + y * block.gamma.view(1, -1, 1, 1), rtol=1e-5, atol=1e-5)
+        block.se = nn.Identity()
+        y = block.norm(block.op(x))
+        torch.testing.assert_close(block(x), x + y * block.gamma.view(1, -1, 1, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_dropped_paths_in_inference(rate, randomise):
+    block = block_of(randomise)
+    block.drop_path = DropPath(rate).train()  # Monte Carlo: the rest stays in eval mode
+    x = draw(1, 20, 9, 10).to(memory_format=torch.channels_last)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        dropped = sum(torch.equal(block(x), x) for _ in range(20))
+    assert dropped == 20 if rate == 1 else 0 < dropped < 20
+
+
+@pytest.mark.parametrize("path", ["se.fc1", "mlp.fc1", "mlp.fc2"])
+def test_weights_that_are_plain_attributes_get_gradients(path, randomise):
+    block = block_of(randomise).requires_grad_(False)
+    x = draw(1, 20, 9, 10).to(memory_format=torch.channels_last)
+    layer = block.get_submodule(path)
+    weight = layer.weight.detach().clone().requires_grad_()
+    expected = block(x)
+    del layer.weight
+    layer.weight = weight
+    found = block(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(found.sum(), weight)
+    assert grad.abs().max() > 0
+
+
+def test_negative_views(randomise):
+    block = block_of(randomise)
+    with torch.no_grad():
+        for x in (draw(2, 20, 9, 10), draw(2, 20, 9, 10).to(memory_format=torch.channels_last)):
+            negative = torch._neg_view(x)
+            for module in (block, block.op):
+                torch.testing.assert_close(module(negative), module(negative.clone()), rtol=1e-5, atol=1e-5)
+            y = x.permute(0, 2, 3, 1).contiguous()
+            torch.testing.assert_close(block.se(torch._neg_view(y)), block.se(-y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_networks_compile_and_trace_whole(dtype, fast):
+    torch.manual_seed(0)
+    network = WBMMNet(dims=(8, 12), block_pattern=("D", "W"), num_classes=3).eval().to(dtype)
+    images = draw(2, 3, 64, 64).to(dtype).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = network(images)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        compiled = torch.compile(network, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), expected, **tolerance)
+        torch.testing.assert_close(torch.jit.trace(network, images)(images), expected, **tolerance)

@@ -229,3 +229,14 @@ def test_meta_then_to_empty():
 def test_bad_arguments(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         WBMM2d(*arguments, **options)
+
+
+def test_swapped_weights_are_prepared_anew():
+    """A freed weight's address may be the next one's."""
+    layer = WBMM2d(64).eval().requires_grad_(False)
+    x = torch.randn(1, 64, 14, 14)
+    kept = layer.weight.data
+    for _ in range(5):
+        layer.weight.data = torch.randn(64, 13, 13)
+        torch.testing.assert_close(layer(x), wbmm2d(x, layer.weight.clone(), shortcut=True), rtol=1e-5, atol=1e-5)
+        layer.weight.data = kept

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +52,8 @@ def part_of(path: str, module: nn.Module) -> str | None:
         return "residual"
     if inside == ["op"]:
         return "depthwise 3x3" if isinstance(module, nn.Conv2d) else "operator"
-    # An Mlp's own time is that of its pointwise layers. It takes over what is in it where that has no hooks, and so
-    # does squeeze-and-excite with the norm before it.
+    # An Mlp's own time is that of its pointwise layers. It takes over what is in it, and so does squeeze-and-excite
+    # with the norm before it.
     if len(inside) > 1 and inside not in (["mlp", "act"], ["mlp", "grn"]):
         return None
     return _BY_NAME.get(inside[-1])
@@ -71,14 +73,11 @@ class _Clock:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
-    def enter(self, part: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            self._turn()
-            self._open.append(part)
+    def enter(self, part: str) -> None:
+        self._turn()
+        self._open.append(part)
 
-        return hook
-
-    def leave(self, *_: object) -> None:
+    def leave(self) -> None:
         self._turn()
         self._open.pop()
 
@@ -92,10 +91,10 @@ def profile_parts(
 ) -> dict[str, dict[str, Timing]]:
     """Return the seconds of each part of WBMM networks in inference on the CPU, none for parts computed within others.
 
-    The networks run in turn. A part's time is that of its modules, taken by hooks around them (a few microseconds
-    each). What a block does outside of them, layer scale and addition, permutations if it has any, is its "residual";
-    what an `Mlp` does itself, often with the norm and the residual, is "pointwise". A `SqueezeExcite` computes the norm
-    before it.
+    The networks run in turn. A part's time is that of its modules, taken around their calls (a few microseconds each).
+    Hooks would not do: modules with hooks are not left to the steps of the CPU library. What a block does outside of
+    its modules, layer scale and addition, permutations if it has any, is its "residual"; what an `Mlp` does itself,
+    often with the norm and the residual, is "pointwise". A `SqueezeExcite` computes the norm before it.
 
     Args:
         networks: name -> network in eval mode, not compiled.
@@ -111,28 +110,34 @@ def profile_parts(
         True
     """
     samples: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in networks}
-    clocks = {name: _Clock() for name in networks}
-    handles = []
-    for name, network in networks.items():
+    clock = _Clock()
+    timed: dict[nn.Module, str] = {}
+    for network in networks.values():
         for path, module in network.named_modules():
             if (part := part_of(path, module)) is not None:
-                handles.append(module.register_forward_pre_hook(clocks[name].enter(part)))
-                handles.append(module.register_forward_hook(clocks[name].leave))
+                timed[module] = part
+    call = nn.Module.__call__
+
+    def timed_call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if (part := timed.get(module)) is None:
+            return call(module, *arguments, **options)
+        clock.enter(part)
+        try:
+            return call(module, *arguments, **options)
+        finally:
+            clock.leave()
+
     taken = dict.fromkeys(networks, 0.0)
-    try:
-        with torch.inference_mode():
-            for number in range(rounds + 1):
-                for name, network in networks.items():
-                    if taken[name] > max_seconds and number > 3:
-                        continue
-                    clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
-                    network(images[name])
-                    # The first call fills caches.
-                    if number:
-                        taken[name] += sum(clocks[name].seconds.values())
-                        for part, seconds in clocks[name].seconds.items():
-                            samples[name][part].append(seconds)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with patch.object(nn.Module, "__call__", timed_call), torch.inference_mode():
+        for number in range(rounds + 1):
+            for name, network in networks.items():
+                if taken[name] > max_seconds and number > 3:
+                    continue
+                clock.seconds = dict.fromkeys(PARTS, 0.0)
+                network(images[name])
+                # The first call fills caches.
+                if number:
+                    taken[name] += sum(clock.seconds.values())
+                    for part, seconds in clock.seconds.items():
+                        samples[name][part].append(seconds)
     return {name: {part: Timing(tuple(s)) for part, s in parts.items() if any(s)} for name, parts in samples.items()}

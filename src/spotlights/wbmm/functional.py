@@ -83,6 +83,7 @@ class _Entry(NamedTuple):
     local_weight: Tensor | None
     bias: Tensor | None
     state: tuple[Any, ...]  # of the weights' memory
+    held: tuple[Tensor | None, ...]  # that memory: freed, another tensor could lie at the same address
     shortcut: bool
     backend: str | None  # as asked for
     dtype: torch.dtype
@@ -149,6 +150,7 @@ class PreparedCache:
                 local_weight,
                 bias,
                 state,
+                (weight.detach(), None if local_weight is None else local_weight.detach()),
                 shortcut,
                 backend,
                 dtype,

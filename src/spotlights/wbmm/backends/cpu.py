@@ -55,9 +55,9 @@ def _float(tensor: Tensor | None, count: int | None = None) -> Tensor | None:
     if count is not None and tensor is not None and tensor.numel() != count:
         raise ValueError(f"got {tensor.numel()} numbers for a map of {count} channels")  # they would be read beyond
     # Asking is ten times as fast as converting in vain, and a small network's block asks ten times.
-    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
+    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()):
         return tensor
-    return tensor.to(torch.float32).contiguous()
+    return tensor.to(torch.float32).contiguous().resolve_neg()
 
 
 def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: torch.dtype) -> Packed:
@@ -84,6 +84,7 @@ def prepare(weight: Tensor, local_weight: Tensor | None, shortcut: bool, dtype: 
 def forward_prepared(input: Tensor, prepared: Packed, bias: Tensor | None) -> Tensor:
     """Return the output (B, C, H, W) of an input (B, C, H, W) and prepared tables."""
     library = _library()
+    input = input.resolve_neg()
     output = torch.empty_like(input, memory_format=layout_of(input))
     bias = _float(bias)
     library.call(
@@ -109,6 +110,7 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shortcut: bool, 
 def weight_gradient(grad_output: Tensor, input: Tensor, window: tuple[int, int]) -> Tensor:
     """Return the gradient (C, 2*wh-1, 2*ww-1) of the table of that window."""
     wh, ww = window
+    grad_output, input = grad_output.resolve_neg(), input.resolve_neg()
     gradient = torch.empty((input.shape[1], 2 * wh - 1, 2 * ww - 1), dtype=torch.float32, device="cpu")
     _library().call(
         "spotlights_wbmm_weight_gradient",
@@ -134,11 +136,17 @@ def fits_map(x: Tensor) -> bool:
     )
 
 
+def fits_vector(tensor: Tensor) -> bool:
+    """Whether they take such weights, biases and factors."""
+    return tensor.device.type == "cpu" and tensor.dtype in _DTYPES
+
+
 def takes_map(x: Tensor) -> bool:
     """Whether they compute on this very one: no subclass, no batch (vmap), and no mode that records operations."""
     return (
         type(x) is Tensor
         and fits_map(x)
+        and not x.is_neg()
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0

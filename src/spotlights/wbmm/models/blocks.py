@@ -13,6 +13,7 @@ from .inference import (
     add_mlp,
     add_mlp_operator,
     is_affine,
+    is_watched,
     product_dtype,
     scale_and_shift,
     squeeze_excite,
@@ -33,8 +34,7 @@ class MapConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolve = super()._conv_forward
-        dtype = product_dtype(input.dtype)
-        if dtype == input.dtype or input.device.type != "cpu" or not unwatched():
+        if not unwatched() or input.device.type != "cpu" or (dtype := product_dtype(input.dtype)) == input.dtype:
             return convolve(input, weight, bias)
         return convolve(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(input.dtype)
 
@@ -250,10 +250,10 @@ class Mlp(nn.Module):
 
     def adds_to(self, residual: Tensor, x: Tensor, gamma: Tensor | None) -> bool:
         """Whether the call may take a residual: inference on a CPU, on the modules as made, without hooks on them."""
-        norm, grn = self.norm, self.grn
+        norm = self.norm
         return (
             self._is_plain()
-            and stands_in((x, residual), (self.fc1, self.fc2, norm), (gamma, grn.weight, grn.bias))
+            and stands_in((x, residual), (self.fc1, self.grn, self.fc2, norm), (gamma,))
             and self._fits(x)
             and residual.shape == (*x.shape[:3], self.fc2.weight.shape[0])
             and is_affine(norm, residual.shape[3])
@@ -346,12 +346,21 @@ class WBMMBlock(Kinded, Foldable):
 
     def forward(self, x: Tensor) -> Tensor:
         # (B, H, W, C) is the order in memory from the stem on: these permutations move nothing.
-        y = self.se(self.op(x).permute(0, 2, 3, 1), self.norm)
-        residual = x.permute(0, 2, 3, 1)
-        if not self.training and self.mlp.adds_to(residual, y, self.gamma):
+        y, residual = self.op(x), x.permute(0, 2, 3, 1)
+        if type(self.se) is SqueezeExcite and not is_watched(self.se):
+            y = self.se(y.permute(0, 2, 3, 1), self.norm)
+        else:
+            y = self.se(self.norm(y).permute(0, 2, 3, 1))
+        if self._keeps_paths() and self.mlp.adds_to(residual, y, self.gamma):
             return self.mlp(y, residual, self.gamma).permute(0, 3, 1, 2)
         y = self.mlp(y).permute(0, 3, 1, 2)
         return x + y if self.gamma is None else torch.addcmul(x, self.drop_path(y), self.gamma.view(1, -1, 1, 1))
+
+    def _keeps_paths(self) -> bool:
+        """Whether all that happens to the Mlp's result is its addition, and nobody watches it."""
+        if self.training or type(self.mlp) is not Mlp or is_watched(self.mlp) or is_watched(self.drop_path):
+            return False
+        return type(self.drop_path) is nn.Identity or (type(self.drop_path) is DropPath and not self.drop_path.training)
 
     @torch.no_grad()
     def fuse(self, input_size: tuple[int, int] | None = None) -> "WBMMBlock":

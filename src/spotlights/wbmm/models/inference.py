@@ -28,7 +28,8 @@ def unwatched() -> bool:
 
 def computes_natively(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether the CPU library computes on a map (B, H, W, C): it takes it, and nothing watches, autograd neither."""
-    return unwatched() and cpu.takes_map(x) and not _needs_gradient((x, *parameters))
+    given = [tensor for tensor in parameters if tensor is not None]
+    return unwatched() and cpu.takes_map(x) and all(map(cpu.fits_vector, given)) and not _needs_gradient((x, *given))
 
 
 def stands_in(
@@ -40,8 +41,9 @@ def stands_in(
     another `forward`, or where tensors are of other dtypes, devices or classes.
     """
     x = maps[0]
-    used = [p for module in modules for p in module._parameters.values() if p is not None]
-    tensors: list[Tensor] = [*maps, *used, *(tensor for tensor in others if tensor is not None)]
+    # Not parameters alone: a weight may have been made a plain attribute or a buffer.
+    used = [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
+    tensors: list[Tensor] = [*maps, *(tensor for tensor in (*used, *others) if tensor is not None)]
     device, dtype = x.device, x.dtype
     return (
         _takes_maps(maps)
@@ -50,11 +52,13 @@ def stands_in(
         and _needs_gradient(tensors) == gradients
         and not torch.is_autocast_enabled("cpu")
         and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-        and not any(map(_is_watched, modules))
+        and not (torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks)
+        and not any(map(is_watched, modules))
     )
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or another `forward`."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in module.__dict__
 

@@ -142,6 +142,10 @@ class WBMMNet(Kinded, Foldable):
         elif input_size is not None:
             raise ValueError("input_size: it says how to fold, and inference_mode is False")
 
+    @property
+    def state_kind(self) -> str:
+        return "network"
+
     def fuse(self, input_size: tuple[int, int] | None = None) -> "WBMMNet":
         """Fold every block in place and return this network; images of at most `input_size` will come (None: any)."""
         size = input_size
