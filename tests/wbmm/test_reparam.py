@@ -484,3 +484,8 @@ def test_folding_draws_no_random_numbers():
     reparameterize(network)
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))
+
+
+def test_an_operator_s_state_in_a_network():
+    with pytest.raises(RuntimeError, match="it is of a folded operator, this is a whole network: create"):
+        small().load_state_dict(FoldedWBMM2d(8, 5).state_dict())

@@ -18,6 +18,7 @@ ONE_WINDOW = "folded_single_window"
 
 # kind of a state -> (what it is, what its reader must have done to the module)
 _KINDS = {
+    "network": ("a whole network", "load it into a network of the same name"),
     "block": ("a block that is not folded", "load it first, fold with spotlights.wbmm.reparameterize afterwards"),
     "folded block": (
         "a folded block",
