@@ -457,6 +457,15 @@ def test_import_of_a_bad_file_is_one_line_and_exit_code_2(kind, message, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+def test_import_of_an_imported_file(pico, tmp_path, capsys):
+    """It would lose its classes' names and its image size."""
+    assert import_file(pico.out, "wbmm_pico", tmp_path / "again.safetensors") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"spotlights: error: {pico.out}: it names its network, classes and image size itself; ")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("model", "out", "message"),
     [

@@ -27,6 +27,17 @@ def dump(network: torch.nn.Module, metadata: Mapping[str, Any]) -> bytes:
     return save(tensors, {_METADATA: json.dumps(metadata, ensure_ascii=False)})
 
 
+def is_described(path: str | Path) -> bool:
+    """Whether a file is one that :func:`dump` made."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _METADATA in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
 def load(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors and the metadata of a file that :func:`dump` made.
 

@@ -37,7 +37,8 @@ def import_weights(file: str | Path, model: str, out: str | Path) -> Imported:
         out: new ``.safetensors`` file; its folder is made.
 
     Raises:
-        UserError: a file that is missing, damaged, could run code or is another network's; an ``out`` that exists.
+        UserError: a file that is missing, damaged, could run code, is another network's or one of a run or import; an
+            ``out`` that exists.
     """
     from spotlights.wbmm.models import load_original_checkpoint
     from spotlights.wbmm.models.checkpoints import read_checkpoint
@@ -50,6 +51,10 @@ def import_weights(file: str | Path, model: str, out: str | Path) -> Imported:
     check_name(model)
     if not model.startswith("wbmm_"):
         raise UserError(f"--model: {model} is no WBMM network; expected wbmm_tiny, wbmm_small, ...")
+    if weights.is_described(file):
+        raise UserError(
+            f"{file}: it names its network, classes and image size itself; predict, eval and timm take it as it is"
+        )
     try:
         content = read_checkpoint(file)
         state = content["model"] if isinstance(content.get("model"), Mapping) else content
