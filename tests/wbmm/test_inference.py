@@ -434,7 +434,7 @@ def test_hooks_on_a_block_s_own_modules(path, randomise, monkeypatch):
     block = block_of(randomise)
     x = draw(3, 20, 9, 10).to(memory_format=torch.channels_last)
     monkeypatch.setattr(inference, "_HIDDEN_BYTES", 1)  # image by image
-    seen, results = [], []
+    seen = []
 
     def double(module, arguments, output):
         seen.append(arguments[0])

@@ -42,6 +42,7 @@ class _Mlp(torch.autograd.Function):
         x, weight1, bias1, weight, bias, weight2, hidden, norm = ctx.saved_tensors
         grad = grads[0].contiguous()
         inputs = (x, weight1, bias1, weight, bias, ctx.eps, weight2)
+        # By plain operations for second derivatives, many gradients at once, and modes that record.
         if torch.is_grad_enabled() or not cpu.takes_map(grad):
             graph = torch.is_grad_enabled()
             wanted = [t for t, needs in zip(inputs, ctx.needs_input_grad, strict=True) if needs]
