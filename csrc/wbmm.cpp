@@ -111,11 +111,13 @@ struct Job {
 // Fetches the next item's maps bit by bit while this one is computed, so that memory does not wait for arithmetic.
 struct Ahead {
     const Item& next;
+    const Strides& s;
     const char *x, *y;
     int64_t size, bytes, pixels, n = 0, i = 0, j = 0;
 
     // `steps`: how often `step` will be called.
-    Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps) : next(next), size(size) {
+    Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps)
+        : next(next), s(job.strides), size(size) {
         pixels = 0;
         const bool rows = job.strides.x_channel == 1 && job.strides.y_channel == 1;
         if (!job.large || !rows || !next.count) return;
@@ -127,7 +129,7 @@ struct Ahead {
         pixels = parts(next.count * g.rows * g.width, steps);
     }
 
-    void step(const Strides& s) {
+    void step() {
         for (int64_t k = 0; k < pixels; k++) {
             if (n == next.count) return;
             const char* from = x + (next.x_at[n] + i * s.x_row + j * s.x_column) * size;
@@ -261,7 +263,7 @@ void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
         g.pitch = g.tiles;
         g.packed_tiles = g.rows * g.tiles;
         g.half = 0;
-        g.steps = g.rows;
+        g.steps = g.rows * g.tiles;
         if (halves) {
             g.half = s.wh / 2;
             const int64_t upper = least(g.half, g.rows), lower = g.rows - upper;
