@@ -46,6 +46,7 @@ struct Geometry {
     int64_t packed_tiles;  // of a packed window
     int64_t half;          // rows of half a window, or 0: computed directly
     int64_t steps;         // rows of tiles to compute
+    int64_t offsets;       // of rows, for the gradient of the table
     int64_t near_pitch, near_centre, far_pitch, far_centre;
 };
 
@@ -69,14 +70,14 @@ struct Job {
     int64_t x_batch, y_batch;
     Strides strides;
     Part parts[4];     // whole windows, cut at the right, at the bottom, at both
-    int64_t group;     // windows in one item of work, or of a gradient's sums packed at once
+    int64_t group;     // windows in one item, or packed at once for a gradient's sums
     int64_t blocks;    // blocks of channels in one item
     int64_t scratch;   // vectors of one packed window
     int64_t table_size;  // vectors of one block of channels
     const float *packed, *bias;
     int64_t chunks, sum_columns;
     float *sums, *gradient;
-    int64_t lanes;
+    bool halves;
     int32_t no_memory;
     bool large;  // more than the second-level caches hold
 
@@ -84,12 +85,31 @@ struct Job {
         const int64_t pieces = ::parts(all_blocks, blocks);
         const Part* p = parts;
         while (index >= p->groups * pieces) index -= p++->groups * pieces;
-        const int64_t first = index / pieces * group;
-        item.part = p;
-        item.block = index % pieces * blocks;
+        set_blocks(index % pieces, all_blocks, item);
+        set_windows(*p, index / pieces * group, p->windows, item);
+    }
+
+    // A group of a chunk's windows, of which each chunk has its share of every kind; after the last, a count of 0.
+    void chunk_item(int64_t chunk, int64_t index, int64_t piece, int64_t all_blocks, Item& item) const {
+        set_blocks(piece, all_blocks, item);
+        item.count = 0;
+        for (const Part& p : parts) {
+            const int64_t first = p.windows * chunk / chunks, last = p.windows * (chunk + 1) / chunks;
+            const int64_t groups = ::parts(last - first, group);
+            if (index < groups) return set_windows(p, first + index * group, last, item);
+            index -= groups;
+        }
+    }
+
+    void set_blocks(int64_t piece, int64_t all_blocks, Item& item) const {
+        item.block = piece * blocks;
         item.blocks = least(blocks, all_blocks - item.block);
-        item.count = least(group, p->windows - first);
-        offsets(*p, first, item.count, item.x_at, item.y_at);
+    }
+
+    void set_windows(const Part& p, int64_t first, int64_t last, Item& item) const {
+        item.part = &p;
+        item.count = least(group, last - first);
+        offsets(p, first, item.count, item.x_at, item.y_at);
     }
 
     // Where `count` windows start in the two maps, from the one numbered `first` on.
@@ -175,6 +195,7 @@ struct Kernels {
     void (*forward[2])(int64_t, int64_t, void*);
     void (*forward_halves[2])(int64_t, int64_t, void*);
     void (*weight_gradient[2])(int64_t, int64_t, void*);
+    void (*add_chunks)(int64_t, int64_t, void*);
     void (*multiply_adds)(int64_t, int64_t, void*);
     void (*pair_rows)(float*, int64_t, int64_t);  // what the table needs for bfloat16 maps, or null
 };
@@ -184,7 +205,8 @@ struct Kernels {
         sizeof(level::vec) / 4, level::kMostTile, level::kRegisters,                                                 \
             {level::forward<level::Fma, float>, level::forward<level::Fma, bfloat16>},                               \
             {level::forward<level::Halves, float>, level::forward<level::Halves, bfloat16>},                         \
-            {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::multiply_adds, nullptr         \
+            {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::add_chunks,                    \
+            level::multiply_adds, nullptr                                                                            \
     }
 
 Kernels kernels_of(int32_t level) {
@@ -264,12 +286,14 @@ void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
         g.packed_tiles = g.rows * g.tiles;
         g.half = 0;
         g.steps = g.rows * g.tiles;
+        g.offsets = 2 * g.rows - 1;
         if (halves) {
             g.half = s.wh / 2;
             const int64_t upper = least(g.half, g.rows), lower = g.rows - upper;
             g.pitch = g.tiles == 2 ? 3 : 1;
             g.packed_tiles = (g.rows + (lower ? upper : 0)) * g.pitch;
             g.steps = (upper + (lower ? g.rows : 0)) * g.pitch;
+            g.offsets = (2 * upper - 1 + (lower ? 2 * g.rows - 2 : 0)) * g.pitch;
         }
         const int64_t size = g.packed_tiles * p.tile;
         if (size > job.scratch) job.scratch = size;
@@ -367,27 +391,6 @@ void pack_blocks(int64_t begin, int64_t end, void* context) {
     free(whole);
 }
 
-// Adds the chunks up, in their order, and lays the sums out as the table.
-void reduce_blocks(int64_t begin, int64_t end, void* context) {
-    const Job& job = *static_cast<const Job*>(context);
-    const spotlights_wbmm_shape& s = job.shape;
-    const int64_t blocks = parts(s.channels, job.lanes), rows = 2 * s.wh - 1, columns = 2 * s.ww - 1;
-    const int64_t size = job.table_size * job.lanes, margin = job.sum_columns / 2 - (s.ww - 1);
-    for (int64_t block = begin; block < end; block++) {
-        float* first = job.sums + block * size;
-        for (int64_t chunk = 1; chunk < job.chunks; chunk++) {
-            const float* next = job.sums + (chunk * blocks + block) * size;
-            for (int64_t k = 0; k < size; k++) first[k] += next[k];
-        }
-        for (int64_t lane = 0; lane < least(job.lanes, s.channels - block * job.lanes); lane++) {
-            float* out = job.gradient + (block * job.lanes + lane) * rows * columns;
-            for (int64_t i = 0; i < rows; i++)
-                for (int64_t j = 0; j < columns; j++)
-                    out[i * columns + j] = first[(i * job.sum_columns + margin + j) * job.lanes + lane];
-        }
-    }
-}
-
 Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, void* y, const int64_t* ys) {
     Job job{};
     job.shape = s;
@@ -399,9 +402,9 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
     return job;
 }
 
-constexpr int64_t kGroupBytes = 24 << 10;  // packed windows that stay in the first-level cache
 constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
 constexpr int64_t kMostBlocks = 4;        // neighbouring blocks of channels find their lines in the second-level cache
+constexpr int64_t kGroupHalves = 4;       // windows for one load of the nine tables of sums
 constexpr int64_t kLarge = 1 << 20;        // bytes of maps per thread
 constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
@@ -494,23 +497,23 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
         return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, const_cast<void*>(grad_output), grad_stride);
-    divide(job, kGradientTile, 1, false);
-    job.lanes = k.lanes;
-    const int64_t bytes = 2 * job.scratch * k.lanes * 4;
-    job.group = bytes > kGroupBytes ? 1 : least(8, kGroupBytes / bytes);
+    job.halves = by_halves(s);
+    divide(job, kGradientTile, 1, job.halves);
+    job.group = job.halves ? kGroupHalves : least(kMostGroup, parts(kGroupPositions, s.wh * s.ww));
     job.gradient = gradient;
     // Half the columns are a whole row of tiles, so that every tile's offsets lie inside.
     job.sum_columns = 2 * parts(s.ww, kGradientTile) * kGradientTile - 1;
-    job.table_size = (2 * s.wh - 1) * job.sum_columns;
+    job.table_size = job.halves ? halves_size(s) : (2 * s.wh - 1) * job.sum_columns;
+    job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge;
     const int64_t blocks = parts(s.channels, k.lanes);
     const int64_t windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
     // Enough items for many threads, from the shape alone: results do not depend on the number of threads.
-    job.blocks = least(kMostBlocks, blocks);
+    job.blocks = least(2 * kMostBlocks, blocks);
     job.chunks = least(parts(64, parts(blocks, job.blocks)), parts(windows, 8));
     job.sums = allocate(job.chunks * blocks * job.table_size * k.lanes);
     if (!job.sums) return SPOTLIGHTS_NO_MEMORY;
     int32_t code = run(0, job.chunks * parts(blocks, job.blocks), 1, k.weight_gradient[dtype], &job);
-    if (code == 0 && !job.no_memory) code = run(0, blocks, 1, reduce_blocks, &job);
+    if (code == 0 && !job.no_memory) code = run(0, blocks, 1, k.add_chunks, &job);
     free(job.sums);
     return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
