@@ -9,11 +9,21 @@ struct Constant {
     static constexpr int value = N;
 };
 
-// Windows whose rows of `tile` inputs and outputs the registers hold: computed together, they share the table's loads.
+// A multiply-add takes as long as eight others, so at least so many sums are computed together, of a tile's columns and
+// of several windows. The table's entries and the inputs that they need meanwhile have to fit into registers, too.
 constexpr int64_t kMostAtOnce = 4;
-constexpr int64_t windows_at_once(int64_t registers, int64_t tile) {
-    const int64_t fit = registers / (2 * tile);
+constexpr int64_t wide_columns(int64_t registers, int64_t tile) {
+    return registers >= 32 || tile <= 5 ? tile : (tile + 1) / 2;
+}
+constexpr int64_t windows_at_once(int64_t registers, int64_t columns) {
+    const int64_t fit = (registers >= 32 ? 16 : 10) / columns;
     return fit < 1 ? 1 : fit > kMostAtOnce ? kMostAtOnce : fit;
+}
+// The fewest windows of which both parts of a tile's columns come out even.
+constexpr int64_t windows_together(int64_t registers, int64_t tile) {
+    const int64_t columns = wide_columns(registers, tile), wide = windows_at_once(registers, columns);
+    const int64_t rest = columns < tile ? windows_at_once(registers, tile - columns) : 1;
+    return wide % rest == 0 ? wide : wide * rest;
 }
 
 // A row of `width` in the fewest equal tiles of at most `most`.
@@ -471,10 +481,12 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
     const bool halves = by_halves(s) && !(dtype == SPOTLIGHTS_BFLOAT16 && k.pair_rows);
-    const int64_t at_once = windows_at_once(k.registers, halves ? s.ww / 2 : tile_for(s, s.ww, k.most_tile));
+    const int64_t at_once = windows_together(k.registers, halves ? s.ww / 2 : tile_for(s, s.ww, k.most_tile));
     const int64_t blocks = parts(s.channels, k.lanes), windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
     int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
-    if (windows * blocks < 4 * threads * group) group = at_once;  // work for all threads comes first
+    // Work for all threads comes first.
+    if (windows * blocks < 4 * threads * group) group = at_once;
+    if (windows * blocks < 4 * threads * group) group = 1;
     divide(job, k.most_tile, least(kMostGroup, group), halves);
     job.packed = packed;
     job.bias = bias;
