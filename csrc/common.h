@@ -12,6 +12,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t shuffle_order __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, shuffle_order{__VA_ARGS__})
+#endif
+
 namespace {
 
 typedef uint16_t bfloat16;
