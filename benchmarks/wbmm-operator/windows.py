@@ -64,7 +64,8 @@ def draw(rows: list[Row]) -> None:
             own = {row["window"]: 2e12 * row[LOW] / row["flops"] for row in rows if row["provider"] == form}
             axes.plot([own[window] for window in windows], marker="o", markersize=4, label=form)
         axes.set_xticks(range(len(windows)), windows)
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.set_yticks((10, 20, 50, 100, 200), ("10", "20", "50", "100", "200"))
         axes.set_xlabel("window")
         axes.set_ylabel("ps per multiply-add")
         axes.legend()
