@@ -183,6 +183,20 @@ struct Table {
     int64_t size() const { return near_size() + far_rows * far_pitch; }
 };
 
+// What `spotlights_wbmm_pack` was asked for.
+struct Pack {
+    spotlights_wbmm_shape shape;
+    Table layout;
+    const float *table, *local;
+    float* packed;
+    bool turned, shortcut, halves;
+    void (*pair_rows)(float*, int64_t, int64_t);  // what the table needs for bfloat16 maps, or null
+    int32_t no_memory;
+};
+
+// Vectors of the nine tables of a block.
+int64_t halves_size(const spotlights_wbmm_shape& s) { return 9 * (s.wh - 1) * (s.ww - 1); }
+
 }  // namespace
 
 #define BODY "wbmm_body.inc"
@@ -202,6 +216,7 @@ namespace {
 
 struct Kernels {
     int64_t lanes, most_tile, registers;
+    void (*pack_blocks)(int64_t, int64_t, void*);
     void (*forward[2])(int64_t, int64_t, void*);
     void (*forward_halves[2])(int64_t, int64_t, void*);
     void (*weight_gradient[2])(int64_t, int64_t, void*);
@@ -212,7 +227,7 @@ struct Kernels {
 
 #define KERNELS(level)                                                                                               \
     Kernels {                                                                                                        \
-        sizeof(level::vec) / 4, level::kMostTile, level::kRegisters,                                                 \
+        sizeof(level::vec) / 4, level::kMostTile, level::kRegisters, level::pack_blocks,                             \
             {level::forward<level::Fma, float>, level::forward<level::Fma, bfloat16>},                               \
             {level::forward<level::Halves, float>, level::forward<level::Halves, bfloat16>},                         \
             {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::add_chunks,                    \
@@ -262,9 +277,6 @@ bool by_halves(const spotlights_wbmm_shape& s) {
            (!two_tables(s) || (2 * s.lh == s.wh && 2 * s.lw == s.ww));
 }
 
-// Vectors of the nine tables of a block.
-int64_t halves_size(const spotlights_wbmm_shape& s) { return 9 * (s.wh - 1) * (s.ww - 1); }
-
 void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
     const spotlights_wbmm_shape& s = job.shape;
     const Table table = table_of(s, most_tile);
@@ -308,97 +320,6 @@ void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
         const int64_t size = g.packed_tiles * p.tile;
         if (size > job.scratch) job.scratch = size;
     }
-}
-
-struct Pack {
-    spotlights_wbmm_shape shape;
-    Table layout;
-    const float *table, *local;
-    float* packed;
-    int64_t lanes;
-    bool turned, shortcut;
-    void (*pair_rows)(float*, int64_t, int64_t);
-    bool halves;
-    int32_t no_memory;
-};
-
-// Adds the (2*rows-1, 2*columns-1) entries about the centre of `from`, a table (2*h-1, 2*w-1), to one lane of `to`.
-void add_table(const Pack& p, const float* from, int64_t h, int64_t w, int64_t rows, int64_t columns, float* to,
-               int64_t pitch, int64_t to_rows) {
-    for (int64_t i = 1 - rows; i < rows; i++) {
-        float* out = to + ((to_rows / 2 + i) * pitch + pitch / 2) * p.lanes;
-        const float* in = from + ((p.turned ? -i : i) + h - 1) * (2 * w - 1) + w - 1;
-        if (p.turned) {
-            for (int64_t j = 1 - columns; j < columns; j++) out[j * p.lanes] += in[-j];
-        } else {
-            for (int64_t j = 1 - columns; j < columns; j++) out[j * p.lanes] += in[j];
-        }
-    }
-}
-
-// The nine tables of a block's halves from its packed table: for inputs of the first half, the second and their sum,
-// along the rows and along the columns.
-void halve_table(const Pack& p, const float* packed, float* to) {
-    const spotlights_wbmm_shape& s = p.shape;
-    const int64_t h = s.wh / 2, w = s.ww / 2, lanes = p.lanes;
-    const bool two = p.layout.far_rows != 0;
-    const int64_t far_pitch = two ? p.layout.far_pitch : p.layout.near_pitch;
-    const float* far = packed + (two ? p.layout.near_size() : 0) * lanes;
-    far += ((s.wh - 1) * far_pitch + far_pitch / 2) * lanes;
-    const float* near = packed + (p.layout.near_rows / 2 * p.layout.near_pitch + p.layout.near_pitch / 2) * lanes;
-    const int64_t shift_h[] = {-h, h, 0}, shift_w[] = {-w, w, 0};
-    for (int a = 0; a < 3; a++)
-        for (int b = 0; b < 3; b++)
-            for (int64_t i = 1 - h; i < h; i++)
-                for (int64_t j = 1 - w; j < w; j++, to += lanes) {
-                    const float* same = near + (i * p.layout.near_pitch + j) * lanes;
-                    const float* down = far + ((i + shift_h[a]) * far_pitch + j) * lanes;
-                    const float* across = far + (i * far_pitch + j + shift_w[b]) * lanes;
-                    const float* both = down + shift_w[b] * lanes;
-                    if (a == 2 && b == 2)
-                        for (int64_t k = 0; k < lanes; k++) to[k] = same[k];
-                    else if (b == 2)
-                        for (int64_t k = 0; k < lanes; k++) to[k] = down[k] - same[k];
-                    else if (a == 2)
-                        for (int64_t k = 0; k < lanes; k++) to[k] = across[k] - same[k];
-                    else
-                        for (int64_t k = 0; k < lanes; k++) to[k] = (both[k] - across[k]) - (down[k] - same[k]);
-                }
-}
-
-void pack_blocks(int64_t begin, int64_t end, void* context) {
-    Pack& p = *static_cast<Pack*>(context);
-    const spotlights_wbmm_shape& s = p.shape;
-    float* whole = p.halves ? allocate(p.layout.size() * p.lanes) : nullptr;
-    if (p.halves && !whole) {
-        p.no_memory = 1;
-        return;
-    }
-    const int64_t size = p.layout.size(), entries = (2 * s.wh - 1) * (2 * s.ww - 1);
-    const int64_t local_entries = (2 * s.lh - 1) * (2 * s.lw - 1);
-    for (int64_t block = begin; block < end; block++) {
-        float* near = whole ? whole : p.packed + block * size * p.lanes;
-        float* far = near + p.layout.near_size() * p.lanes;
-        memset(near, 0, size * p.lanes * sizeof(float));
-        for (int64_t lane = 0; lane < least(p.lanes, s.channels - block * p.lanes); lane++) {
-            const int64_t c = block * p.lanes + lane;
-            const float* table = p.table + c * entries;
-            add_table(p, table, s.wh, s.ww, s.lh, s.lw, near + lane, p.layout.near_pitch, p.layout.near_rows);
-            if (p.local)
-                add_table(p, p.local + c * local_entries, s.lh, s.lw, s.lh, s.lw, near + lane, p.layout.near_pitch,
-                          p.layout.near_rows);
-            if (p.layout.far_rows)
-                add_table(p, table, s.wh, s.ww, s.wh, s.ww, far + lane, p.layout.far_pitch, p.layout.far_rows);
-            if (p.shortcut)
-                near[(p.layout.near_rows / 2 * p.layout.near_pitch + p.layout.near_pitch / 2) * p.lanes + lane] += 1;
-        }
-        if (p.pair_rows) {
-            p.pair_rows(near, p.layout.near_rows, p.layout.near_pitch);
-            p.pair_rows(far, p.layout.far_rows, p.layout.far_pitch);
-        }
-        if (whole) halve_table(p, whole, p.packed + block * halves_size(s) * p.lanes);
-    }
-    free(whole);
 }
 
 Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, void* y, const int64_t* ys) {
@@ -465,10 +386,10 @@ int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const s
                              int32_t dtype, const float* table, const float* local, int32_t turned, int32_t shortcut, float* packed) {
     if (!valid(*shape) || !known(dtype)) return SPOTLIGHTS_BAD_ARGUMENT;
     const Kernels k = kernels_of(level);
-    Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, k.lanes, turned != 0, shortcut != 0,
-           dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr, false, 0};
-    p.halves = !p.pair_rows && by_halves(*shape);
-    const int32_t code = run(0, parts(shape->channels, k.lanes), 1, pack_blocks, &p);
+    void (*const pair_rows)(float*, int64_t, int64_t) = dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr;
+    Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, turned != 0, shortcut != 0,
+           !pair_rows && by_halves(*shape), pair_rows, 0};
+    const int32_t code = run(0, parts(shape->channels, k.lanes), 1, k.pack_blocks, &p);
     return p.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
