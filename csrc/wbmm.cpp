@@ -142,13 +142,12 @@ struct Job {
 struct Ahead {
     const Item& next;
     const Strides& s;
-    const char *x, *y;
-    int64_t size, bytes, pixels, n = 0, i = 0, j = 0;
+    const char *x = nullptr, *y = nullptr;
+    int64_t size, bytes = 0, pixels = 0, n = 0, i = 0, j = 0;
 
     // `steps`: how often `step` will be called.
     Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps)
         : next(next), s(job.strides), size(size) {
-        pixels = 0;
         const bool rows = job.strides.x_channel == 1 && job.strides.y_channel == 1;
         if (!job.large || !rows || !next.count) return;
         const int64_t start = next.block * lanes, channels = least(next.blocks * lanes, job.shape.channels - start);
@@ -197,6 +196,26 @@ struct Pack {
 // Vectors of the nine tables of a block.
 int64_t halves_size(const spotlights_wbmm_shape& s) { return 9 * (s.wh - 1) * (s.ww - 1); }
 
+// How matrix units compute windows of at most kTileSide by kTileSide: see wbmm_tiles.inc.
+constexpr int64_t kTileSide = 16;  // rows of a tile, and numbers of 32 bits in a row
+
+struct Tiling {
+    int64_t wh, ww;
+    int64_t pairs = ww > kTileSide / 2 ? 8 : 4;                // of numbers, in a packed row
+    int64_t together = kTileSide / pairs;                      // rows of a window in one row of a tile
+    int64_t offsets = parts(2 * wh - 1, together) * together;  // and rows from window to window
+    int64_t lead = parts(wh - 1, together) * together;         // rows of zeros before the first window
+    int64_t out_row = (kTileSide + 1) * kTileSide;             // or rows would share few sets of the cache
+    explicit Tiling(const spotlights_wbmm_shape& s) : wh(s.wh), ww(s.ww) {}
+    int64_t channel(int64_t windows) const { return (lead + windows * offsets) * pairs; }
+    int64_t table() const { return offsets * 2 * kTileSide; }  // numbers of 32 bits for one channel
+};
+
+// Not the count of one item, which depends on the threads: the two ways add up in different orders.
+constexpr int64_t kFewWindows = 4;
+int64_t windows_of(const spotlights_wbmm_shape& s) { return s.batch * parts(s.height, s.wh) * parts(s.width, s.ww); }
+bool few_windows(const spotlights_wbmm_shape& s) { return windows_of(s) < kFewWindows; }
+
 }  // namespace
 
 #define BODY "wbmm_body.inc"
@@ -210,6 +229,18 @@ int64_t halves_size(const spotlights_wbmm_shape& s) { return 9 * (s.wh - 1) * (s
 #include "wbmm_dot.inc"
 #undef LANES
 #pragma GCC pop_options
+
+#if defined(__linux__) && __GNUC__ >= 11
+#include <sys/syscall.h>
+#include <unistd.h>
+#define SPOTLIGHTS_TILES 1
+#pragma GCC push_options
+#pragma GCC target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
+#define LANES 16
+#include "wbmm_tiles.inc"
+#undef LANES
+#pragma GCC pop_options
+#endif
 #endif
 
 namespace {
@@ -223,6 +254,8 @@ struct Kernels {
     void (*add_chunks)(int64_t, int64_t, void*);
     void (*multiply_adds)(int64_t, int64_t, void*);
     void (*pair_rows)(float*, int64_t, int64_t);  // what the table needs for bfloat16 maps, or null
+    void (*forward_tiles)(int64_t, int64_t, void*);  // matrix units for bfloat16 maps, or null
+    void (*pack_tiles)(int64_t, int64_t, void*);
 };
 
 #define KERNELS(level)                                                                                               \
@@ -231,7 +264,7 @@ struct Kernels {
             {level::forward<level::Fma, float>, level::forward<level::Fma, bfloat16>},                               \
             {level::forward<level::Halves, float>, level::forward<level::Halves, bfloat16>},                         \
             {level::weight_gradient<float>, level::weight_gradient<bfloat16>}, level::add_chunks,                    \
-            level::multiply_adds, nullptr                                                                            \
+            level::multiply_adds, nullptr, nullptr, nullptr                                                          \
     }
 
 Kernels kernels_of(int32_t level) {
@@ -242,6 +275,12 @@ Kernels kernels_of(int32_t level) {
             k.forward[SPOTLIGHTS_BFLOAT16] = avx512::forward<avx512::Dot, bfloat16>;
             k.pair_rows = avx512::pair_rows;
         }
+#if SPOTLIGHTS_TILES
+        if (level == SPOTLIGHTS_AMX) {
+            k.forward_tiles = avx512::forward_tiles;
+            k.pack_tiles = avx512::pack_tiles;
+        }
+#endif
         return k;
     }
     if (level == SPOTLIGHTS_AVX2) return KERNELS(avx2);
@@ -275,6 +314,13 @@ bool by_halves(const spotlights_wbmm_shape& s) {
     const bool even = s.wh % 2 == 0 && s.ww % 2 == 0 && least(s.wh, s.ww) >= 2 * kLeastHalf;
     return even && s.wh <= 2 * kMostHalf && s.ww <= 2 * kMostHalf &&
            (!two_tables(s) || (2 * s.lh == s.wh && 2 * s.lw == s.ww));
+}
+
+// Whether matrix units compute it: below 8 x 8 the vectors were as fast.
+bool by_tiles(const spotlights_wbmm_shape& s, int32_t dtype, const Kernels& k) {
+    const int64_t least_side = least(s.wh, s.ww), most_side = s.wh + s.ww - least_side;
+    return dtype == SPOTLIGHTS_BFLOAT16 && k.forward_tiles && least_side >= kTileSide / 2 && most_side <= kTileSide &&
+           !two_tables(s);
 }
 
 void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
@@ -333,10 +379,22 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
     return job;
 }
 
+// Linux saves the matrix units' registers for processes that have asked.
+bool tiles_allowed() {
+#if SPOTLIGHTS_TILES
+    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           syscall(SYS_arch_prctl, request, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+
 constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
 constexpr int64_t kMostBlocks = 4;        // neighbouring blocks of channels find their lines in the second-level cache
 constexpr int64_t kGroupHalves = 4;       // windows for one load of the nine tables of sums
-constexpr int64_t kLarge = 1 << 20;        // bytes of maps per thread
+constexpr int64_t kGroupTiles = 8;        // windows on matrix units; more touch more pages than the processor holds
+constexpr int64_t kLarge = 1 << 20;       // bytes of maps per thread
 constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
 }  // namespace
@@ -351,7 +409,9 @@ int32_t spotlights_best_level(void) {
 #if SPOTLIGHTS_DISPATCH
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512bw"))
-        return __builtin_cpu_supports("avx512bf16") ? SPOTLIGHTS_AVX512_BF16 : SPOTLIGHTS_AVX512;
+        return !__builtin_cpu_supports("avx512bf16") ? SPOTLIGHTS_AVX512
+               : tiles_allowed()                     ? SPOTLIGHTS_AMX
+                                                     : SPOTLIGHTS_AVX512_BF16;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return SPOTLIGHTS_AVX2;
 #endif
     return SPOTLIGHTS_BASELINE;
@@ -379,7 +439,9 @@ int32_t spotlights_dots_pay(void) {
 int64_t spotlights_wbmm_packed_size(int32_t level, const spotlights_wbmm_shape* shape) {
     const Kernels k = kernels_of(level);
     const int64_t direct = table_of(*shape, k.most_tile).size(), halves = by_halves(*shape) ? halves_size(*shape) : 0;
-    return parts(shape->channels, k.lanes) * k.lanes * (halves > direct ? halves : direct);
+    int64_t most = halves > direct ? halves : direct;
+    if (by_tiles(*shape, SPOTLIGHTS_BFLOAT16, k) && Tiling(*shape).table() > most) most = Tiling(*shape).table();
+    return parts(shape->channels, k.lanes) * k.lanes * most;
 }
 
 int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const spotlights_wbmm_shape* shape,
@@ -389,7 +451,8 @@ int32_t spotlights_wbmm_pack(spotlights_parallel_for run, int32_t level, const s
     void (*const pair_rows)(float*, int64_t, int64_t) = dtype == SPOTLIGHTS_BFLOAT16 ? k.pair_rows : nullptr;
     Pack p{*shape, table_of(*shape, k.most_tile), table, local, packed, turned != 0, shortcut != 0,
            !pair_rows && by_halves(*shape), pair_rows, 0};
-    const int32_t code = run(0, parts(shape->channels, k.lanes), 1, k.pack_blocks, &p);
+    const auto pack = by_tiles(*shape, dtype, k) ? k.pack_tiles : k.pack_blocks;
+    const int32_t code = run(0, parts(shape->channels, k.lanes), 1, pack, &p);
     return p.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
@@ -401,13 +464,19 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     if (s.batch * s.channels * s.height * s.width == 0) return SPOTLIGHTS_OK;
     const Kernels k = kernels_of(level);
     Job job = job_of(s, input, input_stride, output, output_stride);
-    const bool halves = by_halves(s) && !(dtype == SPOTLIGHTS_BFLOAT16 && k.pair_rows);
+    const bool tiles = by_tiles(s, dtype, k), pairs = dtype == SPOTLIGHTS_BFLOAT16 && k.pair_rows;
+    const bool halves = by_halves(s) && !tiles && !pairs;
     const int64_t at_once = windows_together(k.registers, halves ? s.ww / 2 : tile_for(s, s.ww, k.most_tile));
-    const int64_t blocks = parts(s.channels, k.lanes), windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
+    const int64_t blocks = parts(s.channels, k.lanes), windows = windows_of(s);
     int64_t group = parts(parts(kGroupPositions, s.wh * s.ww), at_once) * at_once;
     // Work for all threads comes first.
-    if (windows * blocks < 4 * threads * group) group = at_once;
-    if (windows * blocks < 4 * threads * group) group = 1;
+    if (tiles) {
+        group = least(windows, kGroupTiles);
+        if (parts(windows, group) * blocks < 2 * threads) group = few_windows(s) ? 1 : kFewWindows;
+    } else {
+        if (windows * blocks < 4 * threads * group) group = at_once;
+        if (windows * blocks < 4 * threads * group) group = 1;
+    }
     divide(job, k.most_tile, least(kMostGroup, group), halves);
     job.packed = packed;
     job.bias = bias;
@@ -418,7 +487,8 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     // Neighbouring channels share an item as long as that leaves work for all threads.
     job.blocks = least(kMostBlocks, blocks);
     while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
-    const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, halves ? k.forward_halves[dtype] : k.forward[dtype], &job);
+    const auto body = tiles ? k.forward_tiles : halves ? k.forward_halves[dtype] : k.forward[dtype];
+    const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, body, &job);
     return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);
 }
 
@@ -439,7 +509,7 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
     job.table_size = job.halves ? halves_size(s) : (2 * s.wh - 1) * job.sum_columns;
     job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge;
     const int64_t blocks = parts(s.channels, k.lanes);
-    const int64_t windows = s.batch * parts(s.height, s.wh) * parts(s.width, s.ww);
+    const int64_t windows = windows_of(s);
     // Enough items for many threads, from the shape alone: results do not depend on the number of threads.
     job.blocks = least(2 * kMostBlocks, blocks);
     job.chunks = least(parts(64, parts(blocks, job.blocks)), parts(windows, 8));

@@ -18,7 +18,7 @@ int32_t spotlights_serial_for(int64_t begin, int64_t end, int64_t grain,
 enum spotlights_error { SPOTLIGHTS_OK = 0, SPOTLIGHTS_BAD_ARGUMENT = 1, SPOTLIGHTS_NO_MEMORY = 2, SPOTLIGHTS_THREADS = 3 };
 
 // Instruction sets, best last; `spotlights_best_level` is the best that this processor runs.
-enum spotlights_level { SPOTLIGHTS_BASELINE = 0, SPOTLIGHTS_AVX2 = 1, SPOTLIGHTS_AVX512 = 2, SPOTLIGHTS_AVX512_BF16 = 3 };
+enum spotlights_level { SPOTLIGHTS_BASELINE = 0, SPOTLIGHTS_AVX2 = 1, SPOTLIGHTS_AVX512 = 2, SPOTLIGHTS_AVX512_BF16 = 3, SPOTLIGHTS_AMX = 4 };
 int32_t spotlights_best_level(void);
 
 // Whether bfloat16 dot products, measured here for some microseconds, beat float32 multiply-adds on this processor: the

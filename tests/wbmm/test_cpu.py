@@ -91,8 +91,8 @@ def test_bfloat16_equals_the_reference(shape, channels_last, level, poison):
     expected = results([t.double() for t in tensors], "reference", True)
     for actual, value in zip(results(tensors, "cpu", True), expected, strict=True):
         assert actual.dtype == torch.bfloat16
-        # bfloat16 keeps 8 bits. Dot products also round the table, in which the shortcut is 1 more.
-        once = 2**-8 if LEVELS[level] == "avx512bf16" else 1e-4
+        # bfloat16 keeps 8 bits. Products of bfloat16 also round the table, in which the shortcut is 1 more.
+        once = 2**-8 if LEVELS[level] in ("avx512bf16", "amx") else 1e-4
         assert ((actual.double() - value).abs() <= 2**-8 * value.abs() + once * value.abs().max()).all()
 
 
@@ -106,14 +106,31 @@ def test_bfloat16_keeps_what_is_not_finite(level):
     assert torch.equal(output[0, 2:], input[0, 2:])
 
 
-def test_same_bits_for_any_number_of_threads(level):
+@pytest.mark.parametrize("window", [(7, 7), (8, 8), (9, 13), (14, 14)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_what_is_not_finite_stays_in_its_window_and_channel(batch, dtype, window, level):
+    wh, ww = window
+    input = torch.ones(batch, 18, 2 * wh + 3, 2 * ww + 1, dtype=dtype)
+    input[-1, 3, wh + 1, ww + 2] = float("nan")
+    input[0, 17, 2 * wh, 0] = float("inf")
+    expected = torch.zeros_like(input, dtype=torch.bool)
+    expected[-1, 3, wh : 2 * wh, ww : 2 * ww] = True
+    expected[0, 17, 2 * wh :, :ww] = True
+    output = wbmm2d(input, torch.ones(18, 2 * wh - 1, 2 * ww - 1, dtype=dtype), backend="cpu")
+    assert torch.equal(~output.isfinite(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_for_any_number_of_threads(dtype, level):
     threads = torch.get_num_threads()
     try:
-        for shape in SHAPES:
+        for shape in [*SHAPES, (16, 16, 14, 14, (14, 14))]:
+            tensors = [t.to(dtype) for t in make(shape)]
             torch.set_num_threads(1)
-            single = results(make(shape), "cpu", True)
+            single = results(tensors, "cpu", True)
             torch.set_num_threads(3)
-            for a, b in zip(single, results(make(shape), "cpu", True), strict=True):
+            for a, b in zip(single, results(tensors, "cpu", True), strict=True):
                 assert torch.equal(a, b)
     finally:
         torch.set_num_threads(threads)
@@ -157,7 +174,7 @@ def _ask(value):
 def test_level_is_forced_by_the_environment():
     assert _ask("baseline") == "baseline"
     assert _ask(LEVELS[BEST]) == LEVELS[BEST]
-    assert _ask("sse9") == f"{LEVEL_VARIABLE}: got 'sse9', expected one of baseline, avx2, avx512, avx512bf16"
+    assert _ask("sse9") == f"{LEVEL_VARIABLE}: got 'sse9', expected one of baseline, avx2, avx512, avx512bf16, amx"
 
 
 def test_falls_back_without_the_library(monkeypatch):

@@ -1,9 +1,10 @@
 """The CPU library: where it is, which instruction set it uses, and torch's threads for it.
 
 The library is plain C (``csrc/``). It runs its loops on torch's own thread pool, so ``torch.set_num_threads`` rules and
-no second pool appears. ``SPOTLIGHTS_CPU_LEVEL`` forces an instruction set: ``baseline``, ``avx2``, ``avx512`` or
-``avx512bf16``. The last, which adds dot products for bfloat16, is taken by itself only where a short measurement finds
-them faster than float32's multiply-adds: on some processors they are half as fast.
+no second pool appears. ``SPOTLIGHTS_CPU_LEVEL`` forces an instruction set: ``baseline``, ``avx2``, ``avx512``,
+``avx512bf16`` or ``amx``. ``avx512bf16``, which adds dot products for bfloat16, is taken by itself only where a short
+measurement finds them faster than float32's multiply-adds: on some processors they are half as fast. ``amx`` is
+``avx512`` with matrix units for bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-LEVELS = ("baseline", "avx2", "avx512", "avx512bf16")
+LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 LEVEL_VARIABLE = "SPOTLIGHTS_CPU_LEVEL"
 _CODES = {1: "bad argument", 2: "out of memory", 3: "torch's thread pool refused the work"}
 
