@@ -55,8 +55,7 @@ struct Geometry {
     int64_t pitch;         // tiles from row to row of a packed window
     int64_t packed_tiles;  // of a packed window
     int64_t half;          // rows of half a window, or 0: computed directly
-    int64_t steps;         // rows of tiles to compute
-    int64_t offsets;       // of rows, for the gradient of the table
+    int64_t steps;         // pairs of a row of inputs and a row of a tile of outputs
     int64_t near_pitch, near_centre, far_pitch, far_centre;
 };
 
@@ -142,10 +141,10 @@ struct Job {
 struct Ahead {
     const Item& next;
     const Strides& s;
-    const char *x = nullptr, *y = nullptr;
-    int64_t size, bytes = 0, pixels = 0, n = 0, i = 0, j = 0;
+    const char *x = nullptr, *y = nullptr, *from = nullptr, *to = nullptr;
+    int64_t size, bytes = 0, lines = 0, at = 0, n = 0, i = 0, j = 0;
 
-    // `steps`: how often `step` will be called.
+    // `steps`: how often `step` will be called. Few lines at a time, or arithmetic waits for their buffers.
     Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps)
         : next(next), s(job.strides), size(size) {
         const bool rows = job.strides.x_channel == 1 && job.strides.y_channel == 1;
@@ -155,24 +154,33 @@ struct Ahead {
         x = (const char*)job.x + start * size;
         y = (const char*)job.y + start * size;
         bytes = channels * size;
-        pixels = parts(next.count * g.rows * g.width, steps);
+        lines = parts(next.count * g.rows * g.width * parts(bytes, 64), steps);
+        find_pixel();
     }
 
-    void step() {
-        for (int64_t k = 0; k < pixels; k++) {
-            if (n == next.count) return;
-            const char* from = x + (next.x_at[n] + i * s.x_row + j * s.x_column) * size;
-            const char* to = y + (next.y_at[n] + i * s.y_row + j * s.y_column) * size;
-            for (int64_t at = 0; at < bytes; at += 64) {
-                __builtin_prefetch(from + at, 0, 2);
-                __builtin_prefetch(to + at, 1, 2);
-            }
-            if (++j < next.part->geometry.width) continue;
-            j = 0;
-            if (++i < next.part->geometry.rows) continue;
-            i = 0;
-            n++;
+    INLINE_MEMBER void step() {
+        for (int64_t k = 0; k < lines; k++) {
+            __builtin_prefetch(from + at, 0, 2);
+            __builtin_prefetch(to + at, 1, 2);
+            at += 64;
+            if (at >= bytes) next_pixel();
         }
+    }
+
+   private:
+    void find_pixel() {
+        from = x + (next.x_at[n] + i * s.x_row + j * s.x_column) * size;
+        to = y + (next.y_at[n] + i * s.y_row + j * s.y_column) * size;
+    }
+
+    __attribute__((noinline)) void next_pixel() {
+        at = 0;
+        if (++j == next.part->geometry.width) j = 0, i++;
+        if (i == next.part->geometry.rows) i = 0, n++;
+        if (n < next.count)
+            find_pixel();
+        else
+            lines = 0;
     }
 };
 
@@ -353,15 +361,13 @@ void divide(Job& job, int64_t most_tile, int64_t most_group, bool halves) {
         g.pitch = g.tiles;
         g.packed_tiles = g.rows * g.tiles;
         g.half = 0;
-        g.steps = g.rows * g.tiles;
-        g.offsets = 2 * g.rows - 1;
+        g.steps = g.rows * g.rows * g.tiles;
         if (halves) {
             g.half = s.wh / 2;
             const int64_t upper = least(g.half, g.rows), lower = g.rows - upper;
             g.pitch = g.tiles == 2 ? 3 : 1;
             g.packed_tiles = (g.rows + (lower ? upper : 0)) * g.pitch;
-            g.steps = (upper + (lower ? g.rows : 0)) * g.pitch;
-            g.offsets = (2 * upper - 1 + (lower ? 2 * g.rows - 2 : 0)) * g.pitch;
+            g.steps = upper * (upper + 2 * lower) * g.pitch;
         }
         const int64_t size = g.packed_tiles * p.tile;
         if (size > job.scratch) job.scratch = size;
@@ -379,6 +385,21 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
     return job;
 }
 
+constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
+constexpr int64_t kLeastBlocks = 4;       // neighbouring blocks of channels find their lines in the second-level cache
+constexpr int64_t kMostBlocks = 16;       // longer stretches of memory are fetched faster, unless
+constexpr int64_t kTables = 384 << 10;    // the blocks' tables take more bytes of that cache than this
+constexpr int64_t kGroupHalves = 4;       // windows for one load of the nine tables of sums
+constexpr int64_t kChunk = 32;            // windows, at least, for one table of sums
+constexpr int64_t kGroupTiles = 8;        // windows on matrix units; more touch more pages than the processor holds
+constexpr int64_t kLarge = 1 << 20;       // bytes of maps per thread
+constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
+
+int64_t blocks_for(int64_t table_bytes) {
+    const int64_t fit = kTables / table_bytes;
+    return fit < kLeastBlocks ? kLeastBlocks : least(fit, kMostBlocks);
+}
+
 // Linux saves the matrix units' registers for processes that have asked.
 bool tiles_allowed() {
 #if SPOTLIGHTS_TILES
@@ -389,13 +410,6 @@ bool tiles_allowed() {
     return false;
 #endif
 }
-
-constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
-constexpr int64_t kMostBlocks = 4;        // neighbouring blocks of channels find their lines in the second-level cache
-constexpr int64_t kGroupHalves = 4;       // windows for one load of the nine tables of sums
-constexpr int64_t kGroupTiles = 8;        // windows on matrix units; more touch more pages than the processor holds
-constexpr int64_t kLarge = 1 << 20;       // bytes of maps per thread
-constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
 }  // namespace
 
@@ -485,7 +499,7 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     int64_t groups = 0;
     for (const Part& p : job.parts) groups += p.groups;
     // Neighbouring channels share an item as long as that leaves work for all threads.
-    job.blocks = least(kMostBlocks, blocks);
+    job.blocks = least(tiles ? kLeastBlocks : blocks_for(job.table_size * k.lanes * 4), blocks);
     while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
     const auto body = tiles ? k.forward_tiles : halves ? k.forward_halves[dtype] : k.forward[dtype];
     const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, body, &job);
@@ -510,9 +524,11 @@ int32_t spotlights_wbmm_weight_gradient(spotlights_parallel_for run, int32_t lev
     job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge;
     const int64_t blocks = parts(s.channels, k.lanes);
     const int64_t windows = windows_of(s);
-    // Enough items for many threads, from the shape alone: results do not depend on the number of threads.
-    job.blocks = least(2 * kMostBlocks, blocks);
-    job.chunks = least(parts(64, parts(blocks, job.blocks)), parts(windows, 8));
+    // Items for many threads, from the shape alone: results do not depend on the number of threads. Chunks are large, as
+    // each fills and adds sums of its own.
+    job.blocks = least(kLeastBlocks, blocks);
+    job.chunks = least(parts(64, parts(blocks, job.blocks)), parts(windows, kChunk));
+    while (job.blocks > 1 && job.chunks * parts(blocks, job.blocks) < 16) job.blocks = parts(job.blocks, 2);
     job.sums = allocate(job.chunks * blocks * job.table_size * k.lanes);
     if (!job.sums) return SPOTLIGHTS_NO_MEMORY;
     int32_t code = run(0, job.chunks * parts(blocks, job.blocks), 1, k.weight_gradient[dtype], &job);
