@@ -400,6 +400,7 @@ int64_t blocks_for(int64_t table_bytes) {
     return fit < kLeastBlocks ? kLeastBlocks : least(fit, kMostBlocks);
 }
 
+#if SPOTLIGHTS_DISPATCH
 // Linux saves the matrix units' registers for processes that have asked.
 bool tiles_allowed() {
 #if SPOTLIGHTS_TILES
@@ -410,6 +411,7 @@ bool tiles_allowed() {
     return false;
 #endif
 }
+#endif
 
 }  // namespace
 
