@@ -1,3 +1,7 @@
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
 #include <chrono>
 
 #include "common.h"
@@ -89,6 +93,7 @@ struct Job {
     bool halves;
     int32_t no_memory;
     bool large;  // more than the second-level caches hold
+    bool past;   // outputs are written past the caches
 
     void item(int64_t index, int64_t all_blocks, Item& item) const {
         const int64_t pieces = ::parts(all_blocks, blocks);
@@ -143,10 +148,11 @@ struct Ahead {
     const Strides& s;
     const char *x = nullptr, *y = nullptr, *from = nullptr, *to = nullptr;
     int64_t size, bytes = 0, lines = 0, at = 0, n = 0, i = 0, j = 0;
+    const bool past;
 
     // `steps`: how often `step` will be called. Few lines at a time, or arithmetic waits for their buffers.
     Ahead(const Job& job, const Item& next, int64_t lanes, int64_t size, int64_t steps)
-        : next(next), s(job.strides), size(size) {
+        : next(next), s(job.strides), size(size), past(job.past) {
         const bool rows = job.strides.x_channel == 1 && job.strides.y_channel == 1;
         if (!job.large || !rows || !next.count) return;
         const int64_t start = next.block * lanes, channels = least(next.blocks * lanes, job.shape.channels - start);
@@ -161,7 +167,7 @@ struct Ahead {
     INLINE_MEMBER void step() {
         for (int64_t k = 0; k < lines; k++) {
             __builtin_prefetch(from + at, 0, 2);
-            __builtin_prefetch(to + at, 1, 2);
+            if (!past) __builtin_prefetch(to + at, 1, 2);
             at += 64;
             if (at >= bytes) next_pixel();
         }
@@ -240,7 +246,6 @@ bool few_windows(const spotlights_wbmm_shape& s) { return windows_of(s) < kFewWi
 
 #if defined(__linux__) && __GNUC__ >= 11
 #include <sys/syscall.h>
-#include <unistd.h>
 #define SPOTLIGHTS_TILES 1
 #pragma GCC push_options
 #pragma GCC target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,prfchw,prefer-vector-width=512")
@@ -387,16 +392,32 @@ Job job_of(const spotlights_wbmm_shape& s, const void* x, const int64_t* xs, voi
 
 constexpr int64_t kGroupPositions = 190;  // of the windows in one item: enough to load a table for, few enough that
 constexpr int64_t kLeastBlocks = 4;       // neighbouring blocks of channels find their lines in the second-level cache
-constexpr int64_t kMostBlocks = 16;       // longer stretches of memory are fetched faster, unless
-constexpr int64_t kTables = 384 << 10;    // the blocks' tables take more bytes of that cache than this
+constexpr int64_t kMostBlocks = 16;       // longer stretches of memory are fetched faster
 constexpr int64_t kGroupHalves = 4;       // windows for one load of the nine tables of sums
 constexpr int64_t kChunk = 32;            // windows, at least, for one table of sums
 constexpr int64_t kGroupTiles = 8;        // windows on matrix units; more touch more pages than the processor holds
 constexpr int64_t kLarge = 1 << 20;       // bytes of maps per thread
+constexpr int64_t kPast = 8 << 20;        // outputs that no cache would keep for whoever reads them
 constexpr int64_t kGradientTile = 8;       // leaves every accumulator in a register
 
-int64_t blocks_for(int64_t table_bytes) {
-    const int64_t fit = kTables / table_bytes;
+int64_t second_level_cache() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    static const int64_t bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (bytes > 0) return bytes;
+#endif
+    return 1 << 20;
+}
+
+// Whether every block of channels of every pixel is a line of memory.
+bool fills_lines(const spotlights_wbmm_shape& s, const void* map, const int64_t* stride) {
+    return s.channels % 16 == 0 && stride[1] == 1 && (stride[0] | stride[2] | stride[3]) % 16 == 0 &&
+           (uintptr_t)map % 64 == 0;
+}
+
+// The maps of two items, in and out, keep to three eighths of the second-level cache, the blocks' tables to half of that.
+int64_t blocks_for(int64_t table, int64_t lanes) {
+    const int64_t unit = lanes * sizeof(float), share = second_level_cache() * 3 / 8;
+    const int64_t fit = least(share / (4 * kGroupPositions * unit), share / 2 / (table * unit));
     return fit < kLeastBlocks ? kLeastBlocks : least(fit, kMostBlocks);
 }
 
@@ -498,11 +519,14 @@ int32_t spotlights_wbmm_forward(spotlights_parallel_for run, int32_t level, cons
     job.bias = bias;
     job.table_size = halves ? halves_size(s) : table_of(s, k.most_tile).size();
     job.large = s.batch * s.channels * s.height * s.width * (dtype == SPOTLIGHTS_FLOAT32 ? 8 : 4) > kLarge * threads;
+    job.past = k.lanes == 16 && dtype == SPOTLIGHTS_FLOAT32 && fills_lines(s, output, output_stride) &&
+               s.batch * s.channels * s.height * s.width > kPast;
     int64_t groups = 0;
     for (const Part& p : job.parts) groups += p.groups;
     // Neighbouring channels share an item as long as that leaves work for all threads.
-    job.blocks = least(tiles ? kLeastBlocks : blocks_for(job.table_size * k.lanes * 4), blocks);
+    job.blocks = least(tiles ? kLeastBlocks : blocks_for(job.table_size, k.lanes), blocks);
     while (job.blocks > 1 && groups * parts(blocks, job.blocks) < 4 * threads) job.blocks = parts(job.blocks, 2);
+    job.blocks = parts(blocks, parts(blocks, job.blocks));
     const auto body = tiles ? k.forward_tiles : halves ? k.forward_halves[dtype] : k.forward[dtype];
     const int32_t code = run(0, groups * parts(blocks, job.blocks), 1, body, &job);
     return job.no_memory ? SPOTLIGHTS_NO_MEMORY : finish(code);

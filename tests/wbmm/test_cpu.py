@@ -136,6 +136,18 @@ def test_same_bits_for_any_number_of_threads(dtype, level):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("window", [(7, 7), (14, 14), (5, 9)], ids=str)
+def test_outputs_beyond_the_caches_have_the_bits_of_their_images(window, level, poison):
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(2, 256, 129, 129, generator=generator).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(256, 2 * window[0] - 1, 2 * window[1] - 1, generator=generator)
+    bias = torch.randn(256, generator=generator)
+    assert input.numel() > 8 << 20, "kPast in wbmm.cpp: below it outputs are written through the caches"
+    whole = wbmm2d(input, weight, bias, shortcut=True, backend="cpu")
+    images = [wbmm2d(image[None], weight, bias, shortcut=True, backend="cpu") for image in input]
+    assert torch.equal(whole, torch.cat(images))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_forked_process_gets_the_same_answer():
     input, weight, bias = make((4, 64, 28, 28, (7, 7)))
